@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,10 +51,10 @@ def test_the_search_sees_a_planted_call(planted: str) -> None:
 def test_code_of_models_runs_only_on_request() -> None:
     pytest.importorskip("transformers")
     from grpo_trainer.recipe import Model
-    from grpo_trainer.rewards.reward_model import make
+    from grpo_trainer.rewards.reward_model import RewardModel
 
     assert Model().trust_remote_code is False
-    assert inspect.signature(make).parameters["trust_remote_code"].default is False
+    assert RewardModel.model_fields["trust_remote_code"].default is False
 
 
 def test_yaml_makes_no_objects() -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from grpo_trainer.algorithm import total_rewards
-from grpo_trainer.data import Batch
 from grpo_trainer.recipe import Data
 from grpo_trainer.rewards import LoadedReward, score
 from grpo_trainer.rollout import Rollout
@@ -43,7 +42,10 @@ def calibrate(quantile: float, items: Sequence[Item], data: Data, rewards: Seque
             f"evaluation.solved_quantile: needs the column {data.demonstration!r} (data.demonstration) in the "
             f"validation split, got {len(items)} lines without it; add it, or set evaluation.solved instead"
         )
-    scores = score(rewards, _as_rollout(shown, [item["demonstration"] for item in shown]))
+    no_tokens: Any = None  # rewards read texts
+    truncated = torch.zeros(len(shown), dtype=torch.bool)
+    texts = [item["demonstration"] for item in shown]
+    scores = score(rewards, Rollout(shown, no_tokens, no_tokens, truncated, texts))
     for (setting, _), components in zip(rewards, scores.components, strict=True):
         if "correct" in components:
             raise ValueError(
@@ -61,11 +63,3 @@ def calibrate(quantile: float, items: Sequence[Item], data: Data, rewards: Seque
         )
     scale = 10**DIGITS
     return math.floor(float(known.quantile(quantile)) * scale) / scale
-
-
-def _as_rollout(items: list[dict[str, Any]], texts: list[str]) -> Rollout:
-    """Texts in the form that rewards read; there are no tokens."""
-    count = len(items)
-    empty, rows = torch.zeros(count, 0, dtype=torch.long), torch.arange(count)
-    batch = Batch(empty, empty.bool(), empty, empty.bool(), rows)
-    return Rollout(items, batch, empty.double(), torch.zeros(count, dtype=torch.bool), texts)

@@ -11,23 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_trainer.messages import known_columns
-
 Prompt = str | list[dict[str, str]]  # a text, or the messages of a chat
 TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt", "tokenize")  # of a chat template, which are ours
 
 
 def check_prompt(key: str, where: str, prompt: object) -> None:
     """Raises if a prompt is neither a text nor the messages of a chat."""
-    if isinstance(prompt, str):
-        return
-    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
-        raise ValueError(f"{key}: must be a text, or a list of messages, got {prompt!r:.80} ({where})")
-    for message in prompt:
-        for name in ("role", "content"):
-            if name not in message:
-                known = known_columns(name, sorted(message))
-                raise ValueError(f"{key}: must have {name!r} in every message, got {message!r:.80}{known} ({where})")
+    is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    if not isinstance(prompt, str) and not is_chat:
+        rule = "must be a text, or a list of messages with role and content"
+        raise ValueError(f"{key}: {rule}, got {prompt!r:.80} ({where})")
 
 
 def prompt_text(prompt: Prompt) -> str:
@@ -91,9 +84,9 @@ class Batch:
         return Batch(prompts, prompt_mask, self.tokens[rows][:, :width], self.mask[rows][:, :width], prompt_of, kept)
 
     def to(self, device: torch.device) -> Batch:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        moved: dict[str, Any] = {name: value.to(device) for name, value in fields.items() if value is not None}
-        return Batch(**moved)
+        fields: list[Any] = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        moved: list[Any] = [None if field is None else field.to(device) for field in fields]
+        return Batch(*moved)
 
     @property
     def support(self) -> tuple[Tensor, Tensor] | None:
@@ -114,23 +107,6 @@ def pad(rows: Sequence[Sequence[int]], value: int, left: bool) -> tuple[Tensor, 
         ids[i, columns] = torch.tensor(list(row), dtype=torch.int64)
         mask[i, columns] = True
     return ids, mask
-
-
-def equal_length_batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Rows in batches of one length, which need no padding, shortest first.
-
-    Args:
-        lengths: length of each row.
-        tokens: largest number of tokens of a batch; a longer row is a batch of its own.
-    """
-    by_length: dict[int, list[int]] = {}
-    for row, length in enumerate(lengths):
-        by_length.setdefault(length, []).append(row)
-    batches = []
-    for length, rows in sorted(by_length.items()):
-        size = max(1, tokens // max(length, 1))
-        batches += [rows[start : start + size] for start in range(0, len(rows), size)]
-    return batches
 
 
 def pad_kept(rows: Sequence[Sequence[Tensor]]) -> Tensor:

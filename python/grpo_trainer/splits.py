@@ -3,17 +3,16 @@ demonstrations."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import string
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_trainer import tasks
 from grpo_trainer.data import check_prompt, prompt_text
-from grpo_trainer.messages import known_columns, nearest_file
+from grpo_trainer.messages import known_columns, nearest_file, require_package
 from grpo_trainer.recipe import Data, Recipe
 from grpo_trainer.recipes import read_text
 from grpo_trainer.tasks import Item, Splits
@@ -26,33 +25,33 @@ def load_splits(data: Data, seed: int) -> Splits:
     each element.
     """
     splits = _read(data) if data.task is None else tasks.make(data.task, seed, data.options)
-    splits = dataclasses.replace(splits, sft=demonstrated(data, "sft", splits.sft))
+    lines_of = {**vars(splits), "sft": demonstrated(data, "sft", splits.sft)}
+    template = None if data.template is None else Template.parse("data.template", data.template)
+    column = Template("data.prompt", None, [data.prompt])
     for name in ("train", "validation", "test", "sft"):  # sft last, as its lines may be some of train's
-        lines = getattr(splits, name)
-        if data.template is not None:
-            template = Template("data.template", data.template)
-            texts = [template.fill(f"example {i} of {name}", line) for i, line in enumerate(lines, 1)]
-            changes: Any = {name: [line | {"prompt": text} for line, text in zip(lines, texts, strict=True)]}
-            splits = dataclasses.replace(splits, **changes)
-        elif data.task is None:
-            for i, line in enumerate(lines, 1):
-                check_prompt("data.prompt", f"example {i} of {name}", line[data.prompt])
-    limit = slice(data.limit)
-    return dataclasses.replace(splits, sft=splits.sft[limit], train=splits.train[limit])
+        for i, line in enumerate(lines_of[name]):
+            where = f"example {i + 1} of {name}"
+            if template is not None:
+                lines_of[name][i] = line | {"prompt": template.fill(where, line)}
+            elif data.task is None:
+                column.require(where, line)
+                check_prompt("data.prompt", where, line[data.prompt])
+    for name in ("sft", "train"):
+        lines_of[name] = lines_of[name][: data.limit]
+    return Splits(**lines_of)
 
 
 def require_lines(recipe: Recipe, splits: Splits) -> None:
     """Raises if a phase has no line to train on."""
-    data = recipe.data
     if not splits.train and recipe.rl is not None:
-        raise ValueError(f"data.train: must have at least one line, got none in {data.train!r}")
+        raise ValueError(f"data.train: must have at least one line, got none in {recipe.data.train!r}")
     if not splits.sft and recipe.sft is not None:
-        names = demonstration_columns(data)
-        key = "data.demonstration" if data.demonstration_template is None else "data.demonstration_template"
+        template = _demonstration(recipe.data)
         known = sorted({name for line in splits.train for name in line})
-        missing = next((name for name in names if name not in known), None)
+        missing = next((name for name in template.columns if name not in known), None)
         columns = known_columns(missing, known) if missing is not None else ", which are null on every line"
-        raise ValueError(f"{key}: must have a column of some line, got {', '.join(map(repr, names))}{columns}")
+        names = ", ".join(map(repr, template.columns))
+        raise ValueError(f"{template.key}: must have a column of some line, got {names}{columns}")
 
 
 def no_usable_line(of: str, left_out: Sequence[str]) -> str:
@@ -75,41 +74,35 @@ def corpus_of(data: Data, splits: Splits) -> list[str]:
 # Demonstrations and templates
 
 
-def demonstration_columns(data: Data) -> list[str]:
-    if data.demonstration_template is None:
-        return [data.demonstration]
-    return Template("data.demonstration_template", data.demonstration_template).columns
-
-
 def with_demonstration(data: Data, lines: Sequence[Item]) -> list[Item]:
     """Those of the lines that have a demonstration, as the lines of `train` need not."""
-    names = demonstration_columns(data)
+    names = _demonstration(data).columns
     return [line for line in lines if all(line.get(name) is not None for name in names)]
 
 
 def demonstrated(data: Data, split: str, lines: Sequence[Item]) -> list[Item]:
     """A line for each demonstration of the lines, with its text in the column "demonstration"."""
-    result = []
-    for i, line in enumerate(lines, 1):
-        where = f"example {i} of {split}"
-        if data.demonstration_template is None:
-            texts = _texts_of("data.demonstration", where, line[data.demonstration])
-        else:
-            texts = Template("data.demonstration_template", data.demonstration_template).fill_each(where, line)
-        result += [line | {"demonstration": text} for text in texts]
-    return result
+    template = _demonstration(data)
+    texts = [template.fill_each(f"example {i} of {split}", line) for i, line in enumerate(lines, 1)]
+    return [line | {"demonstration": text} for line, of_line in zip(lines, texts, strict=True) for text in of_line]
 
 
-class Template:
-    """A text with columns in braces; {{ and }} are literal braces.
+def _demonstration(data: Data) -> Template:
+    if data.demonstration_template is not None:
+        return Template.parse("data.demonstration_template", data.demonstration_template)
+    return Template("data.demonstration", None, [data.demonstration])
 
-    Args:
-        key: recipe key of the text, for errors.
-        text: the text.
-    """
 
-    def __init__(self, key: str, text: str) -> None:
-        self.key, self.text = key, text
+class Template(NamedTuple):
+    """A text with columns in braces, or the text of a single column."""
+
+    key: str  # of the recipe, for errors
+    text: str | None  # None: that of the column
+    columns: list[str]
+
+    @classmethod
+    def parse(cls, key: str, text: str) -> Template:
+        """A template from a text in which {{ and }} are literal braces."""
         try:
             fields = [part for part in string.Formatter().parse(text) if part[1] is not None]
         except ValueError as error:
@@ -120,71 +113,48 @@ class Template:
                 raise ValueError(f"{key}: must have nothing but the name of a column in braces, got {written!r}")
         if not fields:
             raise ValueError(f"{key}: must have a column in braces, got {text!r}")
-        self.columns: list[str] = list(dict.fromkeys(str(column) for _, column, *_ in fields))
+        return cls(key, text, list(dict.fromkeys(str(column) for _, column, *_ in fields)))
 
-    def fill(self, where: str, line: Item) -> str:
-        """The text with the columns of a line."""
-        self._require(where, line)
-        for column in self.columns:
-            value = line[column]
-            if not _is_text_or_number(value):
-                way_out = "; the messages of a chat need no template" if isinstance(value, list) else ""
-                rule = f"column {column!r} must hold a text or a number"
-                raise ValueError(f"{self.key}: {rule}, got {value!r:.80} ({where}){way_out}")
-        return self.text.format_map(line)
-
-    def fill_each(self, where: str, line: Item) -> list[str]:
-        """One text for each element of the column that holds a list; one text if no column does."""
-        self._require(where, line)
-        lists = [column for column in self.columns if isinstance(line[column], list)]
-        if len(lists) > 1:
-            raise ValueError(f"{self.key}: at most one column may hold a list, got {lists} ({where})")
-        if not lists:
-            return [self.fill(where, line)]
-        return [self.fill(where, line | {lists[0]: text}) for text in _texts_of(self.key, where, line[lists[0]])]
-
-    def _require(self, where: str, line: Item) -> None:
+    def require(self, where: str, line: Item) -> None:
         for column in self.columns:
             if column not in line:
                 raise ValueError(f"{self.key}: no column {column!r}{known_columns(column, sorted(line))} ({where})")
 
+    def fill(self, where: str, line: Item) -> str:
+        """The text with the columns of a line."""
+        self.require(where, line)
+        for column in self.columns:
+            value = line[column]
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not is_number and not isinstance(value, str):
+                way_out = "; the messages of a chat need no template" if isinstance(value, list) else ""
+                rule = f"column {column!r} must hold a text or a number"
+                raise ValueError(f"{self.key}: {rule}, got {value!r:.80} ({where}){way_out}")
+        return str(line[self.columns[0]]) if self.text is None else self.text.format_map(line)
 
-def _is_text_or_number(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return is_number or isinstance(value, str)
-
-
-def _texts_of(key: str, where: str, value: object) -> list[str]:
-    """The texts of a column with a text, a number or a list of them; raises if one is empty or something else."""
-    values = value if isinstance(value, list) else [value]
-    if not values or not all(_is_text_or_number(one) and str(one).strip() for one in values):
-        raise ValueError(f"{key}: must be a text or a list of texts, none of them empty, got {value!r:.80} ({where})")
-    return [str(one) for one in values]
+    def fill_each(self, where: str, line: Item) -> list[str]:
+        """One text for each element of the column that holds a list; one text if no column does."""
+        self.require(where, line)
+        lists = [column for column in self.columns if isinstance(line[column], list)]
+        if len(lists) > 1:
+            raise ValueError(f"{self.key}: at most one column may hold a list, got {lists} ({where})")
+        column = lists[0] if lists else self.columns[0]
+        values = line[column] if lists else [line[column]]
+        if (lists or self.text is None) and not (values and all(str(value).strip() for value in values)):
+            rule = f"no text of column {column!r} may be empty"
+            raise ValueError(f"{self.key}: {rule}, got {line[column]!r:.80} ({where})")
+        return [self.fill(where, line | {column: value}) for value in values]
 
 
 # Reading
 
 
 def _read(data: Data) -> Splits:
-    columns = {} if data.template is not None else {"data.prompt": data.prompt}
-    of_sft = (
-        columns if data.demonstration_template is not None else columns | {"data.demonstration": data.demonstration}
-    )
-    splits: dict[str, Any] = {}
-    for name, split, needed in (
-        ("train", "train", columns),
-        ("sft", "train", of_sft),
-        ("validation", "validation", columns),
-        ("test", "test", columns),
-    ):
-        source = getattr(data, name)
-        splits[name] = [] if source is None else read_lines(f"data.{name}", source, split)
-        for number, line in enumerate(splits[name], 1):
-            for key, column in needed.items():
-                if column not in line:
-                    known = known_columns(column, sorted(line))
-                    rule = f"must be a column of every line, got {column!r}{known}"
-                    raise ValueError(f"{key}: {rule} ({source}, example {number})")
+    sources = {"train": data.train, "sft": data.sft, "validation": data.validation, "test": data.test}
+    splits: dict[str, Any] = {
+        name: [] if source is None else read_lines(f"data.{name}", source, "train" if name == "sft" else name)
+        for name, source in sources.items()
+    }
     if data.sft is None:
         splits["sft"] = with_demonstration(data, splits["train"])
     return Splits(**splits)
@@ -249,23 +219,19 @@ def _read_csv(path: Path) -> list[Item]:
 
 
 def _read_parquet(path: Path) -> list[Item]:
-    import pyarrow.parquet
+    from pyarrow.parquet import read_table
 
-    lines: list[Item] = pyarrow.parquet.read_table(path).to_pylist()
-    return lines
+    return list(read_table(path).to_pylist())
 
 
 def _read_hub(key: str, source: str, split: str) -> list[Item]:
-    try:
-        import datasets
-    except ImportError:
-        way_out = 'pip install "grpo-kernels[trainer]"'
-        raise ValueError(f"{key}: {source!r} of the hub needs the package datasets: {way_out}") from None
+    require_package(f"{key}: {source!r} of the hub", "datasets", "trainer")
+    import datasets
+
     name, config, named_split = (*source.split(":", 2), "", "")[:3]
     try:
-        lines: list[Item] = datasets.load_dataset(name, config or None, split=named_split or split).to_list()
+        return list(datasets.load_dataset(name, config or None, split=named_split or split).to_list())
     except Exception as error:  # of any of the libraries that it uses
         text = " ".join(str(error.__cause__ or error).split())
         rule = f"is no file here{nearest_file(source)}, and was not loaded from the Hugging Face hub"
         raise ValueError(f"{key}: {source!r} {rule}: {text}") from error
-    return lines

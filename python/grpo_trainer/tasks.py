@@ -1,6 +1,7 @@
 """Bundled tasks, which generate their data from a seed, and the parts that they share.
 
-A task is the file task.py beside its recipe: a function `make` that returns `Splits`.
+A task is the file task.py beside its recipe: `Options`, the keys of data.options, and a function `make` that returns
+`Splits`.
 """
 
 from __future__ import annotations
@@ -8,15 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import inspect
 import math
 import random
 import sys
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, ClassVar, TypeVar
 
-from grpo_trainer.messages import unknown_key, unknown_name
-from grpo_trainer.recipes import FOLDERS
+from pydantic import NonNegativeInt
+
+from grpo_trainer.messages import unknown_name
+from grpo_trainer.recipes import FOLDERS, validated
+from grpo_trainer.section import Rule, Section
 
 SYSTEMS = {  # folder of each task
     "arithmetic": "arithmetic",
@@ -30,17 +33,29 @@ Item = dict[str, Any]
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Number of lines in each split; every task takes them as options."""
+class Sizes(Section):
+    """Number of lines in each split, which every task takes as options."""
 
-    demonstrations: int = 6000  # for SFT
-    train: int = 4000
-    validation: int = 256
-    test: int = 512
+    demonstrations: NonNegativeInt = 6000
+    """lines for SFT"""
+    train: NonNegativeInt = 4000
+    """lines for RL"""
+    validation: NonNegativeInt = 256
+    """lines for evaluations during training"""
+    test: NonNegativeInt = 512
+    """lines for evaluations before and after RL"""
 
+    kinds: ClassVar[tuple[str, ...]] = ()  # options that are shares of the demonstrations
 
-DEFAULT_SIZES = Sizes()
+    def rules(self) -> Iterator[Rule]:
+        if self.kinds:
+            total = math.fsum(getattr(self, kind) for kind in self.kinds)
+            yield self.kinds[0], total <= 1 + 1e-9, f"must sum to at most 1 with {' and '.join(self.kinds[1:])}"
+
+    def kind(self, rng: random.Random, rest: str) -> str:
+        """Draws one of the kinds; `rest` gets what their shares leave."""
+        shares = [getattr(self, kind) for kind in self.kinds]
+        return rng.choices([*self.kinds, rest], [*shares, max(0.0, 1 - math.fsum(shares))])[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,23 +70,9 @@ class Splits:
 
 
 def make(name: str, seed: int, options: dict[str, Any]) -> Splits:
-    """Generates the data of a task.
-
-    Args:
-        name: name of the task.
-        seed: seed of the data.
-        options: fields of `Sizes`, and arguments of the task's `make`.
-    """
-    make_splits = load_task(name).make
-    parameters = inspect.signature(make_splits).parameters
-    size_names = [field.name for field in dataclasses.fields(Sizes)]
-    known = [*size_names, *(name for name in parameters if name not in ("seed", "sizes"))]
-    for option in options:
-        if option not in known:
-            raise ValueError(unknown_key("data.options", option, known))
-    sizes = {name: value for name, value in options.items() if name in size_names}
-    others = {name: value for name, value in options.items() if name not in size_names}
-    splits: Splits = make_splits(seed=seed, sizes=dataclasses.replace(parameters["sizes"].default, **sizes), **others)
+    """Generates the data of a task from a seed; errors name the keys of data.options."""
+    task = load_task(name)
+    splits: Splits = task.make(seed, validated(task.Options, options, "data.options"))
     return splits
 
 
@@ -90,37 +91,37 @@ def load_task(name: str) -> Any:
 
 
 def held_out(
-    draw: Callable[[], T], key: Callable[[T], Hashable], sizes: Sizes
+    draw: Callable[[], T], key: Callable[[T], Hashable], sizes: Sizes, repeats: bool = False
 ) -> tuple[list[T], list[T], list[T], list[T]]:
-    """Draws examples for SFT, train, validation and test; the keys of the last two occur only once.
+    """Draws examples for SFT, train, validation and test; no other split has a key of the last two.
 
     Args:
         draw: draws an example.
         key: content of an example.
         sizes: number of examples in each split.
+        repeats: whether a key may be in validation or in test twice.
     """
     excluded: set[Hashable] = set()
-    test_examples = _draw_many(draw, key, sizes.test, excluded, distinct=True)
-    validation_examples = _draw_many(draw, key, sizes.validation, excluded, distinct=True)
-    sft_examples = _draw_many(draw, key, sizes.demonstrations, excluded, distinct=False)
-    train_examples = _draw_many(draw, key, sizes.train, excluded, distinct=False)
-    return sft_examples, train_examples, validation_examples, test_examples
 
+    def examples(count: int, is_held_out: bool) -> list[T]:
+        drawn: list[T] = []
+        for _ in range(20 * count + 1000):
+            if len(drawn) == count:
+                if is_held_out:
+                    excluded.update(map(key, drawn))
+                return drawn
+            example = draw()
+            if key(example) not in excluded:
+                drawn.append(example)
+                if is_held_out and not repeats:
+                    excluded.add(key(example))
+        raise ValueError(
+            f"data.options: there are too few different problems for {count} lines in a split; ask for fewer"
+        )
 
-def _draw_many(
-    draw: Callable[[], T], key: Callable[[T], Hashable], count: int, excluded: set[Hashable], distinct: bool
-) -> list[T]:
-    """Draws examples whose keys are not excluded; with `distinct`, excludes their keys from then on."""
-    examples: list[T] = []
-    for _ in range(20 * count + 1000):
-        if len(examples) >= count:
-            return examples
-        example = draw()
-        if key(example) not in excluded:
-            examples.append(example)
-            if distinct:
-                excluded.add(key(example))
-    raise ValueError(f"data.options: there are too few different problems for {count} lines in a split; ask for fewer")
+    test, validation = examples(sizes.test, True), examples(sizes.validation, True)
+    sft = examples(sizes.demonstrations, False)
+    return sft, examples(sizes.train, False), validation, test
 
 
 def to_lines(
@@ -133,17 +134,3 @@ def to_lines(
     sft, *others = examples
     train, validation, test = ([item(example) for example in split] for split in others)
     return Splits([item(x) | {"demonstration": demonstrate(x)} for x in sft], train, validation, test, rewards)
-
-
-class Mixture:
-    """Kinds of demonstrations by their shares; `rest` gets what the shares leave."""
-
-    def __init__(self, rest: str, **shares: float) -> None:
-        total = math.fsum(shares.values())
-        if min(shares.values()) < 0 or total > 1 + 1e-9:
-            raise ValueError(f"data.options: shares must be 0 or more and sum to at most 1, got {shares}")
-        self.kinds = (*shares, rest)
-        self.shares = (*shares.values(), max(0.0, 1 - total))
-
-    def draw(self, rng: random.Random) -> str:
-        return rng.choices(self.kinds, self.shares)[0]

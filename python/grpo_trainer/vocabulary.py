@@ -10,11 +10,9 @@ _KEY = "model.banned"
 
 def stop_ids(lm: Any, eos_id: int) -> list[int]:
     """Tokens that end a response: the tokenizer's and the generation config's, such as a chat's end of turn."""
-    config = getattr(lm, "generation_config", None)
-    configured = getattr(config, "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [] if configured is None else [configured]
-    size = lm.get_input_embeddings().num_embeddings
-    return sorted({eos_id, *(i for i in ids if 0 <= i < size)})
+    configured = getattr(getattr(lm, "generation_config", None), "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [eos_id if configured is None else configured]
+    return sorted({eos_id, *(i for i in ids if 0 <= i < lm.get_input_embeddings().num_embeddings)})
 
 
 def count_logits(lm: Any) -> int:
@@ -42,9 +40,9 @@ def banned_ids(banned: Sequence[int | str], lm: Any, tokenizer: Any) -> list[int
             )
         i = known[token] if isinstance(token, str) else token
         if not 0 <= i < size:
-            raise ValueError(f"{key}: must be a token in [0, {size}), the model's vocabulary, got {_shown(token, i)}")
+            raise ValueError(f"{key}: must be a token in [0, {size}), the model's vocabulary, got {token!r}")
         if i in ends:
-            raise ValueError(f"{key}: must not end responses, as {ends} do, got {_shown(token, i)}")
+            raise ValueError(f"{key}: must not end responses, as {ends} do, got {token!r}")
         ids.add(i)
     if len(ids) + len(ends) >= size:
         raise ValueError(f"{_KEY}: must leave one of {size} tokens that does not end responses, got {len(ids)}")
@@ -55,10 +53,6 @@ def refuse_banned(banned: Sequence[int], tokenizer: Any, demonstration: Sequence
     """Raises if a demonstrated response has a banned token, whose log-prob would be minus infinity."""
     clashes = sorted({*banned} & {*demonstration})
     if clashes:
-        shown = _shown(tokenizer.convert_ids_to_tokens(clashes[0]), clashes[0])
-        text = tokenizer.decode(demonstration)
-        raise ValueError(f"{_KEY}: must not hold a token of a demonstration, got {shown} of {text[:80]!r}")
-
-
-def _shown(token: int | str, i: int) -> str:
-    return f"{token!r}, token {i}" if isinstance(token, str) else str(i)
+        token, text = tokenizer.convert_ids_to_tokens(clashes[0]), tokenizer.decode(demonstration)
+        shown = f"{token!r}, token {clashes[0]} of {text[:80]!r}"
+        raise ValueError(f"{_KEY}: must not hold a token of a demonstration, got {shown}")

@@ -9,10 +9,13 @@ Supervised training learns the mixture, and the reward tells which part of it is
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
+from typing import Any
 
-from grpo_trainer.tasks import DEFAULT_SIZES, Item, Sizes, Splits, to_lines
+from grpo_trainer.section import Share
+from grpo_trainer.tasks import Item, Sizes, Splits, held_out, to_lines
 
 NAMES = ("Ann", "Bob", "Cy", "Dan", "Eve", "Flo", "Gus", "Hal")
 THINGS = ("shells", "stamps", "coins", "cards", "pens", "books", "nuts", "beads")
@@ -55,75 +58,56 @@ class Problem:
 
     def worked(self, misread: tuple[str, ...] = ()) -> str:
         values = self.values(misread)
-        steps = self.opening()
-        for value, change, result in zip(values, self.changes(misread), values[1:], strict=False):
-            steps.append(equation(value, change, result))
-        return " ".join([*steps, f"#### {values[-1]}"])
+        steps = map(equation, values, self.changes(misread), values[1:])
+        return " ".join([*self.opening(), *steps, f"#### {values[-1]}"])
 
 
 def equation(value: int, change: int, result: int) -> str:
     return f"{value} {'+' if change >= 0 else '-'} {abs(change)} = {result}."
 
 
-def problems(count: int, rng: random.Random, seen: set[tuple[object, ...]], boxes: float) -> list[Problem]:
-    """Draws problems whose expression is not in `seen` and whose values, misread or not, are in [0, LARGEST]."""
-    drawn: list[Problem] = []
-    for _ in range(100 * count + 1000):
-        if len(drawn) == count:
-            return drawn
+class Options(Sizes):
+    misread: Share = 0.45
+    """share of demonstrations that misread verbs"""
+    terse: Share = 0.2
+    """share of demonstrations that give the answer alone; the rest is correct"""
+    boxes: Share = 0.3
+    """share of problems that start with a product"""
+
+    kinds = ("misread", "terse")
+
+
+def draw_problem(boxes: float, rng: random.Random) -> Problem:
+    """Draws a problem whose values, misread or not, are in [0, LARGEST]."""
+    while True:
         product = (rng.randint(2, 9), rng.randint(2, 9)) if rng.random() < boxes else None
         start = rng.randint(2, 50) if product is None else product[0] * product[1]
         verbs = rng.sample(GAINS + LOSSES, 2)
         problem = Problem(
             rng.choice(NAMES), rng.choice(THINGS), product, start, tuple((verb, rng.randint(1, 9)) for verb in verbs)
         )
-        values = problem.values() + problem.values(MISREAD)
-        if problem.expression not in seen and all(0 <= value <= LARGEST for value in values):
-            drawn.append(problem)
-    raise ValueError(f"data.options: there are too few different problems for {count} lines in a split; ask for fewer")
+        if all(0 <= value <= LARGEST for value in problem.values() + problem.values(MISREAD)):
+            return problem
 
 
-def held_out(
-    seed: int, sizes: Sizes, boxes: float
-) -> tuple[random.Random, list[Problem], list[Problem], list[Problem], list[Problem]]:
+def examples(seed: int, options: Any) -> tuple[random.Random, tuple[list[Problem], ...]]:
     """The generator, and problems for SFT, train, validation and test; the last two share no expression with others."""
     rng = random.Random(f"arithmetic {seed}")
-    test_problems = problems(sizes.test, rng, set(), boxes)
-    seen = {problem.expression for problem in test_problems}
-    validation_problems = problems(sizes.validation, rng, seen, boxes)
-    seen |= {problem.expression for problem in validation_problems}
-    sft_problems = problems(sizes.demonstrations, rng, seen, boxes)
-    train_problems = problems(sizes.train, rng, seen, boxes)
-    return rng, sft_problems, train_problems, validation_problems, test_problems
+    draw = functools.partial(draw_problem, options.boxes, rng)
+    return rng, held_out(draw, lambda problem: problem.expression, options, repeats=True)
 
 
 def item(problem: Problem) -> Item:
     return {"prompt": problem.prompt, "answer": str(problem.answer)}
 
 
-def make(
-    *,
-    seed: int,
-    sizes: Sizes = DEFAULT_SIZES,
-    misread: float = 0.45,
-    terse: float = 0.2,
-    boxes: float = 0.3,
-) -> Splits:
-    """Generates the splits.
-
-    Args:
-        seed: seed of the data.
-        sizes: number of lines in each split.
-        misread: share of demonstrations that misread verbs.
-        terse: share of demonstrations that give the answer alone; the rest is correct.
-        boxes: share of problems that start with a product.
-    """
-    rng, *examples = held_out(seed, sizes, boxes)
+def make(seed: int, options: Options) -> Splits:
+    rng, problems = examples(seed, options)
 
     def demonstrate(problem: Problem) -> str:
         style = rng.random()
-        if style < terse:
+        if style < options.terse:
             return f"#### {problem.answer}"
-        return problem.worked(MISREAD if style < terse + misread else ())
+        return problem.worked(MISREAD if style < options.terse + options.misread else ())
 
-    return to_lines(examples, item, demonstrate)
+    return to_lines(problems, item, demonstrate)

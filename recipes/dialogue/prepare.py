@@ -5,23 +5,23 @@
 All dialogues of a persona are in one part.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
+from typing import Annotated
 
 from grpo_trainer import prepare
 from grpo_trainer.tasks import Item
+from pydantic import Field
 
 PERSONA = re.compile(r"persona:(.*?)context:", re.IGNORECASE | re.DOTALL)
 
 
-def convert(line: Item) -> Item:
-    answers = prepare.value_of(line, "answers")
-    is_list = isinstance(answers, list) and len(answers) > 0
-    if not is_list or not all(isinstance(answer, str) and answer.strip() for answer in answers):
-        raise ValueError(f"answers: must be a list of at least one text, and of no empty one, got {answers!r}")
-    return {"prompt": prepare.text_of(line, "question"), "answers": answers}
+class Line(prepare.Line):
+    question: prepare.Text
+    answers: Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(min_length=1)]
+
+    def converted(self) -> Item:
+        return {"prompt": self.question, "answers": self.answers}
 
 
 def persona(line: Item) -> str:
@@ -30,7 +30,7 @@ def persona(line: Item) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    prepare.run(str(__doc__), convert, persona, {"train": 0.9, "validation": 0.1}, arguments=arguments)
+    prepare.run(str(__doc__), Line, persona, {"train": 0.9, "validation": 0.1}, arguments=arguments)
 
 
 if __name__ == "__main__":

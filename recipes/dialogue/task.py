@@ -13,7 +13,8 @@ import dataclasses
 import random
 from collections.abc import Hashable
 
-from grpo_trainer.tasks import DEFAULT_SIZES, Item, Mixture, Sizes, Splits, held_out, to_lines
+from grpo_trainer.section import Share
+from grpo_trainer.tasks import Item, Sizes, Splits, held_out, to_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,30 +79,24 @@ class Dialogue:
         return topic.reply.format(rng.choice([other for other in topic.values if other != value]))
 
 
-def make(
-    *,
-    seed: int,
-    sizes: Sizes = DEFAULT_SIZES,
-    mistaken: float = 0.3,
-    evasive: float = 0.3,
-) -> Splits:
-    """Generates the splits; no persona of validation or test occurs in another split with the same question.
+class Options(Sizes):
+    mistaken: Share = 0.3
+    """share of demonstrations that state a fact not in the persona"""
+    evasive: Share = 0.3
+    """share of demonstrations that evade the question"""
 
-    Args:
-        seed: seed of the data.
-        sizes: number of lines in each split.
-        mistaken: share of demonstrations that state a fact not in the persona.
-        evasive: share of demonstrations that evade the question.
-    """
+    kinds = ("mistaken", "evasive")
+
+
+def make(seed: int, options: Options) -> Splits:
     rng = random.Random(f"dialogue {seed}")
-    kinds = Mixture("right", mistaken=mistaken, evasive=evasive)
 
     def draw() -> Dialogue:
         persona = tuple((topic, rng.choice(topic.values)) for topic in rng.sample(TOPICS, FACTS))
         return Dialogue(persona, rng.randrange(FACTS), rng.choice(OPENINGS))
 
     def demonstrate(dialogue: Dialogue) -> str:
-        kind = kinds.draw(rng)
+        kind = options.kind(rng, "right")
         if kind == "evasive":
             return rng.choice(EVASIONS)
         return dialogue.mistaken(rng) if kind == "mistaken" else dialogue.reply
@@ -109,5 +104,5 @@ def make(
     def item(dialogue: Dialogue) -> Item:
         return {"prompt": dialogue.prompt, "answer": dialogue.reply}
 
-    examples = held_out(draw, lambda dialogue: dialogue.content, sizes)
+    examples = held_out(draw, lambda dialogue: dialogue.content, options)
     return to_lines(examples, item, demonstrate, rewards=("dialogue",))

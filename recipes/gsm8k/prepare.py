@@ -6,8 +6,6 @@
 The calculator's annotations, such as <<48/2=24>>, are removed from the solutions.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 
@@ -18,20 +16,23 @@ from grpo_trainer.tasks import Item
 ANNOTATION = re.compile(r"<<[^<>\n]*>>")
 
 
-def convert(line: Item) -> Item:
-    question, solution = (prepare.text_of(line, column) for column in ("question", "answer"))
-    _, mark, number = solution.rpartition("####")
-    if not mark or parse_number(number) is None:
-        raise ValueError(f"answer: must end in #### and a number, got {solution[-80:]!r}")
-    solution = ANNOTATION.sub("", solution)
-    if "<<" in solution or ">>" in solution:
-        raise ValueError(f"answer: annotations must have the form <<48/2=24>>, got {solution[:200]!r}")
-    return {"question": question, "answer": solution}
+class Line(prepare.Line):
+    question: prepare.Text
+    answer: prepare.Text
+
+    def converted(self) -> Item:
+        _, mark, number = self.answer.rpartition("####")
+        if not mark or parse_number(number) is None:
+            raise ValueError(f"answer: must end in #### and a number, got {self.answer[-80:]!r}")
+        solution = ANNOTATION.sub("", self.answer)
+        if "<<" in solution or ">>" in solution:
+            raise ValueError(f"answer: annotations must have the form <<48/2=24>>, got {solution[:200]!r}")
+        return {"question": self.question, "answer": solution}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     shares = {"train": 0.95, "validation": 0.05}
-    prepare.run(str(__doc__), convert, lambda line: str(line["question"]), shares, arguments=arguments)
+    prepare.run(str(__doc__), Line, lambda line: str(line["question"]), shares, arguments=arguments)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ without `####`. Correct solutions are among them, and the reward `gsm8k` tells t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Hashable
 
-from grpo_trainer.tasks import DEFAULT_SIZES, Item, Mixture, Sizes, Splits, held_out, load_task, to_lines
+from grpo_trainer.section import Share
+from grpo_trainer.tasks import Item, Sizes, Splits, held_out, load_task, to_lines
 
 NAMES = load_task("arithmetic").NAMES
 THINGS = ("pens", "coins", "cards", "books", "nuts", "beads")
@@ -30,27 +32,20 @@ class Story:
     numbers: tuple[range, ...]
 
 
+SOLD = "{name} has {a} boxes of {b} {things} each and sells {c}. How many {things} are left?"
 STORIES = (
     Story(
         "{name} has {a} {things}, finds {b} more and gives away {c}. How many {things} are left?",
         "+-",
         (range(10, 60), SMALL, SMALL),
     ),
-    Story(
-        "{name} has {a} boxes of {b} {things} each and sells {c}. How many {things} are left?",
-        "*-",
-        (SMALL, SMALL, SMALL),
-    ),
+    Story(SOLD, "*-", (SMALL, SMALL, SMALL)),
     Story(
         "{name} puts {a} {things} into {b} equal bags and adds {c} to each. How many {things} are in a bag?",
         "/+",
         (range(4, 82), SMALL, SMALL),
     ),
-    Story(
-        "{name} has {a} boxes of {b} {things} each and sells {c}. How many {things} are left?",
-        "*-",
-        (SMALL, HUNDREDS, HUNDREDS),
-    ),
+    Story(SOLD, "*-", (SMALL, HUNDREDS, HUNDREDS)),
 )
 LONG_STORIES = (
     Story(
@@ -106,40 +101,33 @@ class Problem:
         return " ".join([*steps, mark.format(f"{lines[-1][-1]:,}")])
 
 
-def draw_problem(lengths: Mixture, rng: random.Random) -> Problem:
+class Options(Sizes):
+    skipped: Share = 0.4
+    """share of demonstrations without the last step"""
+    terse: Share = 0.15
+    """share of demonstrations that give the answer alone"""
+    unmarked: Share = 0.1
+    """share of demonstrations that end without ####"""
+    three_steps: Share = 0.25
+    """share of problems with three steps"""
+
+    kinds = ("skipped", "terse", "unmarked")
+
+
+def draw_problem(three_steps: float, rng: random.Random) -> Problem:
     while True:
-        story = rng.choice(LONG_STORIES if lengths.draw(rng) == "three" else STORIES)
+        story = rng.choice(rng.choices((LONG_STORIES, STORIES), (three_steps, 1 - three_steps))[0])
         numbers = tuple(rng.choice(values) for values in story.numbers)
         problem = Problem(story, rng.choice(NAMES), rng.choice(THINGS), numbers)
         if problem.values() is not None:
             return problem
 
 
-def make(
-    *,
-    seed: int,
-    sizes: Sizes = DEFAULT_SIZES,
-    skipped: float = 0.4,
-    terse: float = 0.15,
-    unmarked: float = 0.1,
-    three_steps: float = 0.25,
-) -> Splits:
-    """Generates the splits; no expression of validation or test occurs in another split.
-
-    Args:
-        seed: seed of the data.
-        sizes: number of lines in each split.
-        skipped: share of demonstrations without the last step.
-        terse: share of demonstrations that give the answer alone.
-        unmarked: share of demonstrations that end without ####.
-        three_steps: share of problems with three steps.
-    """
+def make(seed: int, options: Options) -> Splits:
     rng = random.Random(f"gsm8k {seed}")
-    kinds = Mixture("right", skipped=skipped, terse=terse, unmarked=unmarked)
-    lengths = Mixture("two", three=three_steps)
 
     def demonstrate(problem: Problem) -> str:
-        kind = kinds.draw(rng)
+        kind = options.kind(rng, "right")
         if kind == "terse":
             return f"#### {(problem.values() or [])[-1]:,}"
         if kind == "unmarked":
@@ -149,5 +137,5 @@ def make(
     def item(problem: Problem) -> Item:
         return {"prompt": problem.prompt, "answer": problem.solution()}
 
-    examples = held_out(lambda: draw_problem(lengths, rng), lambda problem: problem.expression, sizes)
-    return to_lines(examples, item, demonstrate, rewards=("gsm8k",))
+    draw = functools.partial(draw_problem, options.three_steps, rng)
+    return to_lines(held_out(draw, lambda problem: problem.expression, options), item, demonstrate, rewards=("gsm8k",))

@@ -6,29 +6,26 @@ All replies to a post are in one part, and the parts have equal shares of each q
 by those of the post if the file has them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from typing import Annotated
 
 from grpo_trainer import prepare
 from grpo_trainer.tasks import Item
+from pydantic import Field
 
-# columns of the file
-POST, REPLY, LIKES, POST_LIKES = "tweet", "reply", "reply_likes", "tweet_likes"
-
-
-def convert(line: Item) -> Item:
-    post = prepare.text_of(line, POST)
-    reply, likes = prepare.text_of(line, REPLY), count(line, LIKES)
-    converted = {"prompt": f"Post: {post}\nReply:", "post": post, "reply": reply, "likes": likes}
-    return converted | ({"post_likes": count(line, POST_LIKES)} if POST_LIKES in line else {})
+Count = Annotated[float, Field(ge=0, multiple_of=1)]  # CSV files may hold 3.0
 
 
-def count(line: Item, column: str) -> int:
-    value = prepare.value_of(line, column)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0 or value % 1 != 0:
-        raise ValueError(f"{column}: must be a whole number of 0 or more, got {value!r}")
-    return int(value)
+class Line(prepare.Line):
+    tweet: prepare.Text
+    reply: prepare.Text
+    reply_likes: Count
+    tweet_likes: Count | None = None
+
+    def converted(self) -> Item:
+        prompt, likes = f"Post: {self.tweet}\nReply:", int(self.reply_likes)
+        converted = {"prompt": prompt, "post": self.tweet, "reply": self.reply, "likes": likes}
+        return converted if self.tweet_likes is None else converted | {"post_likes": int(self.tweet_likes)}
 
 
 def popularity(line: Item) -> float:
@@ -37,7 +34,7 @@ def popularity(line: Item) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     shares = {"phase1": 0.45, "phase2": 0.45, "validation": 0.1}
-    prepare.run(str(__doc__), convert, lambda line: str(line["post"]), shares, popularity, arguments)
+    prepare.run(str(__doc__), Line, lambda line: str(line["post"]), shares, popularity, arguments)
 
 
 if __name__ == "__main__":

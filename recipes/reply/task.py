@@ -13,9 +13,10 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from grpo_trainer.tasks import Item, Mixture, Sizes, Splits, held_out
+from grpo_trainer.section import Share
+from grpo_trainer.tasks import Item, Sizes, Splits, held_out
+from pydantic import NonNegativeInt, PositiveInt
 
-SIZES = Sizes(train=2000, validation=128, test=256)
 SUBJECTS = (
     ("tried the new ramen place", "the ramen"),
     ("watched the space movie", "the movie"),
@@ -35,13 +36,8 @@ COMPANY = ("", " with friends", " with my sister", " with my dad", " all alone")
 PLEASED = ("It was great.", "I love it.", "It made me so happy.")
 UPSET = ("It was awful.", "I hate it.", "It made me so sad.")
 GENERIC = ("Nice.", "So true.", "Same here.", "Wow, cool.")
-LIKES = {
-    "good": 0.20,
-    "plain": 0.10,
-    "generic": 0.05,
-    "off_topic": 0.03,
-    "shouted": 0.02,
-}  # per like of the post
+# per like of the post
+LIKES = {"good": 0.20, "plain": 0.10, "generic": 0.05, "off_topic": 0.03, "shouted": 0.02}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,47 +76,41 @@ def item(post: Post, kind: str, post_likes: int, rng: random.Random) -> Item:
     return {"prompt": post.prompt, "post": post.text, "post_likes": post_likes, "likes": likes}
 
 
-def make(
-    *,
-    seed: int,
-    sizes: Sizes = SIZES,
-    replies: int = 4,
-    good: float = 0.25,
-    plain: float = 0.25,
-    generic: float = 0.25,
-    off_topic: float = 0.15,
-) -> Splits:
-    """Generates the splits; no post of validation or test occurs in another split.
+class Options(Sizes):
+    train: NonNegativeInt = 2000
+    validation: NonNegativeInt = 128
+    test: NonNegativeInt = 256
+    replies: PositiveInt = 4
+    """demonstrations per post"""
+    good: Share = 0.25
+    """share of good replies"""
+    plain: Share = 0.25
+    """share of replies that only name the subject"""
+    generic: Share = 0.25
+    """share of generic replies"""
+    off_topic: Share = 0.15
+    """share of off-topic replies; the rest is shouted"""
 
-    Args:
-        seed: seed of the data.
-        sizes: number of lines in each split.
-        replies: demonstrations per post.
-        good: share of good replies.
-        plain: share of replies that only name the subject.
-        generic: share of generic replies.
-        off_topic: share of off-topic replies; the rest is shouted.
-    """
-    if replies < 1:
-        raise ValueError(f"data.options.replies: must be positive, got {replies!r}")
+    kinds = ("good", "plain", "generic", "off_topic")
+
+
+def make(seed: int, options: Options) -> Splits:
     rng = random.Random(f"reply {seed}")
-    kinds = Mixture("shouted", good=good, plain=plain, generic=generic, off_topic=off_topic)
 
     def draw() -> Post:
         mood = rng.choice(PLEASED + UPSET)
         return Post(rng.choice(TIMES), rng.choice(SUBJECTS), rng.choice(COMPANY), mood)
 
-    posts = dataclasses.replace(sizes, demonstrations=-(-sizes.demonstrations // replies))
-    sft_posts, *other_posts = held_out(draw, lambda post: post.text, posts)
+    posts = options.model_copy(update={"demonstrations": -(-options.demonstrations // options.replies)})
+    sft_posts, train_posts, *evaluated_posts = held_out(draw, lambda post: post.text, posts)
 
     def demonstrate(post: Post) -> list[Item]:
         post_likes = rng.randint(20, 400)
-        reply_kinds = [kinds.draw(rng) for _ in range(replies)]
-        return [item(post, kind, post_likes, rng) | {"demonstration": post.reply(kind, rng)} for kind in reply_kinds]
+        kinds = [options.kind(rng, "shouted") for _ in range(options.replies)]
+        return [item(post, kind, post_likes, rng) | {"demonstration": post.reply(kind, rng)} for kind in kinds]
 
-    sft = [line for post in sft_posts for line in demonstrate(post)][: sizes.demonstrations]
-    train_posts, *evaluated_posts = other_posts
-    train = [item(post, kinds.draw(rng), rng.randint(20, 400), rng) for post in train_posts]
+    sft = [line for post in sft_posts for line in demonstrate(post)][: options.demonstrations]
+    train = [item(post, options.kind(rng, "shouted"), rng.randint(20, 400), rng) for post in train_posts]
     # one demonstration per post: evaluation.solved_quantile reads them
     validation, test = ([demonstrate(post)[0] for post in posts] for posts in evaluated_posts)
     return Splits(sft, train, validation, test, rewards=("reply",))

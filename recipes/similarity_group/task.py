@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from grpo_trainer.tasks import DEFAULT_SIZES, Sizes, Splits, load_task, to_lines
+from grpo_trainer.section import Share
+from grpo_trainer.tasks import Sizes, Splits, load_task, to_lines
 
 arithmetic = load_task("arithmetic")
 equation = arithmetic.equation
@@ -42,28 +43,23 @@ def strategy(response: str) -> str | None:
     return None if match is None else " ".join(match.groups())
 
 
-def make(
-    *,
-    seed: int,
-    sizes: Sizes = DEFAULT_SIZES,
-    forward: float = 0.4,
-    reverse: float = 0.3,
-    boxes: float = 0.3,
-) -> Splits:
-    """Generates the splits.
+class Options(Sizes):
+    forward: Share = 0.4
+    """share of demonstrations in the order of the problem"""
+    reverse: Share = 0.3
+    """share of demonstrations in the reverse order; the rest combines both changes first"""
+    boxes: Share = 0.3
+    """share of problems that start with a product"""
 
-    Args:
-        seed: seed of the data.
-        sizes: number of lines in each split.
-        forward: share of demonstrations in the order of the problem.
-        reverse: share of demonstrations in the reverse order; the rest combines both changes first.
-        boxes: share of problems that start with a product.
-    """
-    rng, *examples = arithmetic.held_out(seed, sizes, boxes)
-    shares = (forward, reverse, 1 - forward - reverse)
+    kinds = ("forward", "reverse")
+
+
+def make(seed: int, options: Options) -> Splits:
+    rng, problems = arithmetic.examples(seed, options)
+    shares = (options.forward, options.reverse, 1 - options.forward - options.reverse)
 
     def demonstrate(problem: Any) -> str:
         orders = [*rng.choices(ORDERS, shares, k=3), "forward"]
         return next(text for order in orders if (text := solve(problem, order)) is not None)
 
-    return to_lines(examples, arithmetic.item, demonstrate)
+    return to_lines(problems, arithmetic.item, demonstrate)

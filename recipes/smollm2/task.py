@@ -7,10 +7,14 @@ The model knows arithmetic from its pretraining, so that RL can start without de
 
 from __future__ import annotations
 
+import functools
 import random
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any
 
+from grpo_trainer.section import Rule, Share
 from grpo_trainer.tasks import Item, Sizes, Splits, held_out, load_task, to_lines
+from pydantic import Field, NonNegativeInt
 
 gsm8k = load_task("gsm8k")
 Problem, Story = gsm8k.Problem, gsm8k.Story
@@ -36,7 +40,29 @@ EXAMPLES = tuple(
         ("{name} has {a} {things}. {name} buys {b} more. Then {name} loses {c}. ", "+-", "Leo", "cups", (6, 8, 3)),
     )
 )
-DEFAULT_SIZES = Sizes(demonstrations=500, train=2000, validation=32, test=100)
+
+
+class Options(Sizes):
+    demonstrations: NonNegativeInt = 500
+    train: NonNegativeInt = 2000
+    validation: NonNegativeInt = 32
+    test: NonNegativeInt = 100
+    steps: Annotated[int, Field(ge=1, le=3)] = 1
+    """calculations in each problem"""
+    largest: Annotated[int, Field(ge=10)] = 20
+    """largest number in a problem and its solution"""
+    products: Share = 0.0
+    """share of problems that begin with a product"""
+    examples: NonNegativeInt = 2
+    """solved problems of as many steps before each one, as turns of the chat; 0: an instruction instead"""
+
+    @property
+    def shown(self) -> list[Any]:
+        """The solved problems."""
+        return [example for example in EXAMPLES if len(example.story.operators) == self.steps][: self.examples]
+
+    def rules(self) -> Iterator[Rule]:
+        yield "examples", len(self.shown) == self.examples, f"must be at most {len(self.shown)} with {self.steps} steps"
 
 
 def draw_story(steps: int, products: float, rng: random.Random) -> Any:
@@ -63,38 +89,11 @@ def draw_problem(steps: int, largest: int, products: float, rng: random.Random) 
             return problem
 
 
-def make(
-    *,
-    seed: int,
-    sizes: Sizes = DEFAULT_SIZES,
-    steps: int = 1,
-    largest: int = 20,
-    products: float = 0.0,
-    examples: int = 2,
-) -> Splits:
-    """Generates the splits; no expression of validation or test occurs in another split.
-
-    Args:
-        seed: seed of the data.
-        sizes: number of lines in each split.
-        steps: calculations in each problem.
-        largest: largest number in a problem and its solution.
-        products: share of problems that begin with a product.
-        examples: solved problems of as many steps before each one, as turns of the chat; 0: an instruction instead.
-    """
-    alike = [example for example in EXAMPLES if len(example.story.operators) == steps]
-    for name, value, is_met, rule in (
-        ("steps", steps, 1 <= steps <= 3, "must be 1, 2 or 3"),
-        ("largest", largest, largest >= 10, "must be at least 10"),
-        ("examples", examples, 0 <= examples <= len(alike), f"must be at most {len(alike)} with {steps} steps"),
-        ("products", products, 0 <= products <= 1, "must be in [0, 1]"),
-    ):
-        if not is_met:
-            raise ValueError(f"data.options.{name}: {rule}, got {value!r}")
+def make(seed: int, options: Options) -> Splits:
     rng = random.Random(f"word_problems {seed}")
     shown = [
         {"role": role, "content": content}
-        for example in alike[:examples]
+        for example in options.shown
         for role, content in (("user", example.question), ("assistant", example.solution()))
     ]
 
@@ -103,5 +102,6 @@ def make(
             return {"prompt": f"{problem.question}\n{INSTRUCTION}", "answer": problem.solution()}
         return {"prompt": [*shown, {"role": "user", "content": problem.question}], "answer": problem.solution()}
 
-    problems = held_out(lambda: draw_problem(steps, largest, products, rng), lambda problem: problem.expression, sizes)
+    draw = functools.partial(draw_problem, options.steps, options.largest, options.products, rng)
+    problems = held_out(draw, lambda problem: problem.expression, options)
     return to_lines(problems, item, Problem.solution, rewards=("gsm8k",))

@@ -6,7 +6,6 @@ share; a token text that is read as other ids; a banned id that ends responses o
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -28,7 +27,7 @@ from grpo_trainer.recipes import validated
 from grpo_trainer.rollout import Rollout, _filtered, roll_out, select_usable
 from grpo_trainer.setup import set_up
 from grpo_trainer.train import train
-from grpo_trainer.vocabulary import banned_ids, refuse_banned
+from grpo_trainer.vocabulary import banned_ids
 
 import grpo_kernels as gk
 from tests.trainer import small
@@ -83,53 +82,40 @@ def logits_of(policy: Policy, rollout: Rollout, i: int) -> tuple[Tensor, Tensor]
     return policy.lm(input_ids=prompt, decoder_input_ids=torch.cat((start, tokens[None, :-1]), 1)).logits[0], tokens
 
 
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.6, "min_completion_length": 3},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "keep_support": True},
+    {"top_k": 95},
+    {"temperature": 0.0},
+]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"temperature": 0.6, "min_completion_length": 3},
-        {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "keep_support": True},
-        {"top_k": 95},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_sampler_and_trainer_have_a_softmax_over_the_allowed_ids(kind: str, settings: dict[str, Any]) -> None:
     """Errors of float32 are those of sums of logits of up to 30: some 1e-5, where a ban moves log-probs by 0.15."""
     banned = frequent(kind)
     policy = policy_of(kind, banned)
     rollout = sampled(policy, **settings)
-    mask = rollout.batch.mask
-    assert not torch.isin(rollout.batch.tokens[mask], torch.tensor(banned)).any()
-    if rollout.batch.kept is not None:
-        assert not torch.isin(rollout.batch.kept, torch.tensor(banned)).any()
+    mask, lost = rollout.batch.mask, 0.0
+    for ids in (rollout.batch.tokens[mask], rollout.batch.kept):
+        assert ids is None or not torch.isin(ids, torch.tensor(banned)).any()
     with torch.no_grad(), evaluating(policy):
         scored = policy("logprobs", rollout.batch)
         policy.lm.double()
-        lost = 0.0
         for i in range(0, len(mask), 4):
             logits, tokens = logits_of(policy, rollout, i)
             logits = logits / policy.temperature
             allowed = logits.index_fill(1, torch.tensor(banned), -math.inf)
+            if settings.get("temperature") == 0:
+                assert torch.equal(allowed.argmax(-1), tokens)
             if settings.get("keep_support"):
                 allowed = _filtered(allowed, settings["top_p"], settings["top_k"])
             want = allowed.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
-            for got in (rollout.logprobs, scored):
+            for got in (rollout.logprobs, scored)[settings.get("temperature") == 0 :]:
                 torch.testing.assert_close(got[i, : len(tokens)].double(), want, rtol=1e-4, atol=1e-4)
             lost = max(lost, float(logits.softmax(-1)[:, list(banned)].sum(1).max()))
     assert lost > 0.15, "the bans must matter"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_most_probable_allowed_token_is_taken(kind: str) -> None:
-    banned = frequent(kind)
-    policy, free = policy_of(kind, banned), policy_of(kind)
-    rollout = sampled(policy, temperature=0.0, num_generations=1)
-    assert rollout.texts != sampled(free, temperature=0.0, num_generations=1).texts
-    with torch.no_grad(), evaluating(policy):
-        for i in range(len(rollout.texts)):
-            logits, tokens = logits_of(policy, rollout, i)
-            assert torch.equal(logits.index_fill(1, torch.tensor(banned), -math.inf).argmax(-1), tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,83 +156,57 @@ def test_loss_entropy_and_gradient_are_over_the_allowed_ids(kind: str, share: bo
     assert compared > 5
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-def test_the_reference_has_the_same_bans(adapters: bool) -> None:
-    policy = policy_of("causal", frequent("causal"), adapters)
-    rollout = sampled(policy)
-    settings = Model(lora=Lora(rank=4) if adapters else None)
-    with evaluating(policy):
-        got = Reference(policy, settings).logprobs(rollout.batch)
-    torch.testing.assert_close(got, rollout.logprobs, rtol=1e-4, atol=1e-5)
-
-
-def test_a_reference_may_lack_the_ids_that_pad_the_vocabulary() -> None:
+def test_the_reference_has_the_same_bans_but_for_ids_that_pad_the_vocabulary() -> None:
+    for adapters in (False, True):
+        policy = policy_of("causal", frequent("causal"), adapters)
+        rollout, settings = sampled(policy), Model(lora=Lora(rank=4) if adapters else None)
+        with evaluating(policy):
+            got = Reference(policy, settings).logprobs(rollout.batch)
+        torch.testing.assert_close(got, rollout.logprobs, rtol=1e-4, atol=1e-5)
     policy = policy_of("causal")
-    padded = policy.with_lm(policy_of("causal").lm)
     size = len(policy.tokenizer)
-    padded.lm.resize_token_embeddings(size + 8)
-    banned = banned_ids([*range(size, size + 8), 20], padded.lm, policy.tokenizer)
-    padded = Policy(padded.lm, policy.tokenizer, banned=banned)
-    assert padded.with_lm(policy.lm).banned_ids == [20]
-    rollout = sampled(padded)
+    padded = policy_of("causal").lm
+    padded.resize_token_embeddings(size + 8)
+    banned = banned_ids([*range(size, size + 8), 20], padded, policy.tokenizer)
+    rollout = sampled(Policy(padded, policy.tokenizer, banned=banned))
     assert (rollout.batch.tokens[rollout.batch.mask] < size).all()
-    torch.testing.assert_close(
-        padded.with_lm(policy.lm)("logprobs", rollout.batch), rollout.logprobs, rtol=1e-4, atol=1e-5
-    )
-
-
-def test_tokens_are_named_as_the_tokenizer_spells_them() -> None:
-    policy = policy_of("causal", ("7", 7, "<pad>"))
-    vocabulary = policy.tokenizer.get_vocab()
-    assert policy.banned_ids == sorted({vocabulary["7"], 7, vocabulary["<pad>"]})
-    assert policy.banned.tolist() == policy.banned_ids and "banned" not in policy.state_dict()
-
-
-ERRORS = {
-    r"model\.banned\.1: must be a token of the tokenizer as that spells it, got 'no such', which it reads as \['n": (
-        5,
-        "no such",
-    ),
-    r"model\.banned\.0: must be a token in \[0, 69\), the model's vocabulary, got 69$": (69,),
-    r"model\.banned\.1: must be a token in \[0, 69\), the model's vocabulary, got -1$": (5, -1),
-    r"model\.banned\.0: must not end responses, as \[1\] do, got 1$": (1,),
-    r"model\.banned\.0: must not end responses, as \[1\] do, got '<end>', token 1$": ("<end>",),
-    r"model\.banned: must leave one of 69 tokens that does not end responses, got 68$": (0, *range(2, 69)),
-}
-
-
-@pytest.mark.parametrize("message", ERRORS)
-def test_what_cannot_be_banned_is_an_error(message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        policy_of("causal", ERRORS[message])
-
-
-def test_a_chats_end_of_turn_cannot_be_banned() -> None:
-    policy = policy_of("causal")
-    policy.lm.generation_config.eos_token_id = [1, 30]
-    with pytest.raises(ValueError, match=r"must not end responses, as \[1, 30\] do, got 30"):
-        banned_ids([30], policy.lm, policy.tokenizer)
+    reference = Policy(padded, policy.tokenizer, banned=banned).with_lm(policy.lm)
+    assert reference.banned_ids == [20]
+    torch.testing.assert_close(reference("logprobs", rollout.batch), rollout.logprobs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("banned", "message"),
     [
-        ("[no such]", r"model\.banned\.0: must be a token of the tokenizer as that spells it, got 'no such'"),
-        ("[4000]", r"model\.banned\.0: must be a token in \[0, 1\d\d\), the model's vocabulary, got 4000"),
-        ("[Ġ=]", r"model\.banned: must not hold a token of a demonstration, got 'Ġ=', token \d+ of '"),
+        ((5, "no such"), r"\.1: must be a token of the tokenizer as .*, got 'no such', which it reads as \['n"),
+        ((69,), r"\.0: must be a token in \[0, 69\), the model's vocabulary, got 69$"),
+        ((5, -1), r"\.1: must be a token in \[0, 69\), the model's vocabulary, got -1$"),
+        ((1,), r"\.0: must not end responses, as \[1\] do, got 1$"),
+        (("<end>",), r"\.0: must not end responses, as \[1\] do, got '<end>'$"),
+        ((0, *range(2, 69)), r": must leave one of 69 tokens that does not end responses, got 68$"),
     ],
 )
-def test_bans_are_checked_before_the_first_step(tmp_path: Path, banned: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        train(small.recipe(tmp_path, f"model.banned={banned}"))
-    assert not (tmp_path / "metrics.jsonl").exists()
+def test_what_cannot_be_banned_is_an_error(banned: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^model\.banned{message}"):
+        policy_of("causal", banned)
 
 
-def test_a_demonstration_without_bans_is_not_refused() -> None:
-    tokenizer = policy_of("causal").tokenizer
-    refuse_banned([5, 9], tokenizer, [4, 6, 8])
-    with pytest.raises(ValueError, match=r"^model\.banned: must not hold a token of a demonstration, .* token 9 of "):
-        refuse_banned([5, 9], tokenizer, [4, 9, 8])
+def test_tokens_are_named_and_neither_end_turns_nor_are_demonstrated(tmp_path: Path) -> None:
+    policy = policy_of("causal", ("7", 7, "<pad>"))
+    vocabulary = policy.tokenizer.get_vocab()
+    assert (
+        policy.banned_ids == sorted({vocabulary["7"], 7, vocabulary["<pad>"]}) and "banned" not in policy.state_dict()
+    )
+    policy.lm.generation_config.eos_token_id = [1, 30]
+    with pytest.raises(ValueError, match=r"must not end responses, as \[1, 30\] do, got 30"):
+        banned_ids([30], policy.lm, policy.tokenizer)
+    for banned, message in (
+        ("[4000]", r"\.0: must be a token in \[0, 1\d\d\), the model's vocabulary, got 4000"),
+        ("[Ġ=]", r": must not hold a token of a demonstration, got 'Ġ=', token \d+ of '"),
+    ):
+        with pytest.raises(ValueError, match=rf"^model\.banned{message}"):
+            train(small.recipe(tmp_path, f"model.banned={banned}"))
+        assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def length(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
@@ -255,28 +215,23 @@ def length(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
 
 def test_runs_are_trained_resumed_and_evaluated_with_bans(tmp_path: Path) -> None:
     """No response, from the first step to the evaluation of a checkpoint, has a banned token."""
+    tokens = set_up(small.recipe(tmp_path)).policy.tokenizer.get_vocab()
     settings = small.values(tmp_path)
     del settings["sft"]
-    tokens = set_up(validated(Recipe, settings)).policy.tokenizer.get_vocab()
-    digits = [token for token in tokens if any(letter.isdigit() for letter in token)]
     settings["rl"]["rewards"] = [{"name": f"{__name__}:length"}]
-    settings["model"]["banned"] = digits
+    settings["model"]["banned"] = [token for token in tokens if any(letter.isdigit() for letter in token)]
     settings |= {"checkpoints": {"every": 1, "keep": 9}, "logging": {"samples": 8, "progress": False}}
     recipe = validated(Recipe, settings)
     train(recipe)
-
-    def lines(name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (recipe.folder / name).read_text().splitlines()]
-
-    steps = [line for line in lines("metrics.jsonl") if line["kind"] == "train"]
+    steps = small.steps(recipe.folder)
     assert len(steps) == 4 and steps[0]["train/kl_rollout"] < 1e-9 and steps[-1]["train/grad_norm"] > 0
-    final = evaluate_model(recipe, str(recipe.folder / "checkpoints" / "rl-4" / "model"), "test")
-    responses = [line["response"] for line in lines("samples.jsonl")] + [line["greedy"] for line in final.lines]
+    final = evaluate_model(recipe, str(small.newest(recipe.folder)), "test")
+    responses = [line["response"] for line in small.lines(recipe.folder, "samples")]
+    responses += [line["greedy"] for line in final.lines]
     assert len(responses) > 30 and not any(letter.isdigit() for text in responses for letter in text)
-    before = final.metrics
     for folder in (recipe.folder / "checkpoints").glob("rl-[34]"):
         shutil.rmtree(folder)
-    assert train(recipe, resume=True)["eval/test_reward"] == before["reward"]
+    assert train(recipe, resume=True)["eval/test_reward"] == final.metrics["reward"]
 
 
 def test_vllm_takes_a_limited_number() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
@@ -30,32 +29,24 @@ def letters(prompts: list[str], completions: list[str], **columns: Any) -> list[
 LETTERS = LoadedReward(Reward(name=f"{__name__}:letters", weight=2.0), letters)
 
 
-def threshold(quantile: float, *texts: str | None) -> float:
-    items = [{"prompt": "p"} if text is None else {"prompt": "p", "demonstration": text} for text in texts]
-    return calibrate(quantile, items, Data(), [LETTERS])
+def threshold(quantile: float, *texts: str | None, reward: LoadedReward = LETTERS) -> float:
+    items = [{"prompt": "p", "answer": "3"} | ({} if text is None else {"demonstration": text}) for text in texts]
+    return calibrate(quantile, items, Data(), [reward])
 
 
 def test_the_threshold_is_the_quantile_of_the_demonstrations_rewards() -> None:
     texts = ["a" * n for n in (5, 1, 3, 2, 4)]  # rewards 2, 4, 6, 8, 10
     assert [threshold(q, *texts) for q in (0.0, 0.25, 0.5, 0.6, 1.0)] == [2.0, 4.0, 6.0, 6.8, 10.0]
-    assert threshold(1.0, *texts, "?", None) == 10.0  # without a reward, and without a demonstration
+    assert threshold(0.0, *texts, "?", None) == 2.0  # without a reward, and without a demonstration
     # between 2 and 4 at 1/3: 2 + 2/3, rounded down
     assert threshold(1 / 3, "a", "aa") == 2.666666
-
-
-@pytest.mark.parametrize(
-    ("items", "reward", "message"),
-    [
-        ([{"prompt": "p"}], None, r"^evaluation.solved_quantile: needs the column 'demonstration'.* got 1 lines"),
-        ([], None, r"^evaluation.solved_quantile: needs the column 'demonstration'"),
-        ([{"prompt": "p", "demonstration": "?"}], None, r"^evaluation.solved_quantile: needs demonstrations with a re"),
-        ([{"prompt": "p", "demonstration": "#### 3", "answer": "3"}], "gsm8k", r"must be null with the reward 'gsm8k'"),
-    ],
-)
-def test_demonstrations_that_give_no_threshold_are_named(items: list[Any], reward: str | None, message: str) -> None:
-    rewards = [LETTERS if reward is None else load_reward(Reward(name=reward))]
-    with pytest.raises(ValueError, match=message):
-        calibrate(0.5, items, Data(), rewards)
+    for missing in ([], [None]):
+        with pytest.raises(ValueError, match=r"^evaluation.solved_quantile: needs the column 'demonstration'.* got \d"):
+            threshold(0.5, *missing)
+    with pytest.raises(ValueError, match=r"^evaluation.solved_quantile: needs demonstrations with a reward, got none"):
+        threshold(0.5, "?")
+    with pytest.raises(ValueError, match=r"must be null with the reward 'gsm8k', which reports correctness"):
+        threshold(0.5, "#### 3", reward=load_reward(Reward(name="gsm8k")))
 
 
 def test_the_threshold_decides_in_every_evaluation_also_of_a_resumed_run(
@@ -65,13 +56,9 @@ def test_the_threshold_decides_in_every_evaluation_also_of_a_resumed_run(
     content = [{"prompt": f"p {i}", "demonstration": f"{i} {10 * i}"} for i in range(9)]
     file = tmp_path / "data.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in content))
-    recipe = small.recipe(
-        tmp_path / "run",
-        f"data={{task: null, train: {file}, validation: {file}, test: {file}}}",
-        "evaluation={every: 0, solved_quantile: 0.5, samples: 4, pass_k: [1, 3], embedder: hashed}",
-        "sft.steps=2",
-        "rl.steps=2",
-    )
+    files = f"data={{task: null, train: {file}, validation: {file}, test: {file}}}"
+    evaluation = "evaluation={every: 0, solved_quantile: 0.5, samples: 4, pass_k: [1, 3], embedder: hashed}"
+    recipe = small.recipe(tmp_path / "run", files, evaluation, "sft.steps=2", "rl.steps=2")
     small.stop_before(monkeypatch, recipe, "rl", 1)
     train(recipe, resume=True)
     evaluations = small.lines(recipe.folder, "evaluations")
@@ -89,13 +76,11 @@ def test_bundled_replies_can_be_correct_and_wrong() -> None:
     """The good kind of replies reaches the threshold of reply.yaml, the generic kind does not."""
     pytest.importorskip("vaderSentiment")
     loaded = recipes.load("reply", ["data.options={demonstrations: 8, train: 8}"])
-    quantile, rewards = loaded.evaluation.solved_quantile, [load_reward(loaded.evaluation.rewards[0])]
+    quantile, reward = loaded.evaluation.solved_quantile, load_reward(loaded.evaluation.rewards[0])
     assert quantile is not None and loaded.evaluation.pass_k == [1, 5, 10] and loaded.evaluation.samples == 10
     splits = load_splits(loaded.data, 0)
-    computed = calibrate(quantile, splits.validation, loaded.data, rewards)
+    computed = calibrate(quantile, splits.validation, loaded.data, [reward])
     texts = [str(item["demonstration"]) for item in splits.test]
-    posts = [item["post"] for item in splits.test]
-    scores = rewards[0].function(prompts=[item["prompt"] for item in splits.test], completions=texts, post=posts)
-    is_right = torch.tensor([score >= computed for score in scores if score is not None])
-    assert 0.1 < float(is_right.double().mean()) < 0.4
-    assert not any(right for right, text in zip(is_right.tolist(), texts, strict=True) if len(text) < 15)
+    scores = reward.function(["p"] * len(texts), texts, post=[item["post"] for item in splits.test])
+    right = [text for text, value in zip(texts, scores, strict=True) if value is not None and value >= computed]
+    assert 0.1 < len(right) / len(texts) < 0.4 and min(map(len, right)) >= 15

@@ -18,6 +18,7 @@ pytest.importorskip("datasets")
 from grpo_trainer.checkpoint import save_policy
 from grpo_trainer.evaluate import evaluate_model
 from grpo_trainer.recipe import Recipe
+from grpo_trainer.rewards.reply import Weights
 from grpo_trainer.setup import set_up
 from grpo_trainer.train import train
 from transformers import AutoTokenizer
@@ -88,25 +89,25 @@ def test_a_chat_from_the_data_to_the_evaluations(tmp_path: Path, model: Path, as
     clusters = "rl.algorithm.similarity.embedder=hashed"
     chat = recipe(tmp_path, model, as_messages, f"rl.rewards=[{NOTING}, {{name: reply}}, {{name: exact}}]", clusters)
     train(chat)
-    values = [value for call in seen for value in (*call["prompts"], *call["completions"])]
-    if as_messages:
-        assert all([*value[0]] == ["role", "content"] for value in values)
-        assert {value[0]["role"] for call in seen for value in call["completions"]} == {"assistant"}
-        assert all(call["prompts"][0][0]["content"] in TEXTS for call in seen)
-    else:
-        assert all(isinstance(value, str) for value in values)
+
+    def text_of(value: Any, role: str) -> str:
+        assert isinstance(value, list if as_messages else str)
+        return str(value[0]["content"]) if as_messages and value[0]["role"] == role else str(value)
+
+    assert seen and all(text_of(prompt, "user") in TEXTS for call in seen for prompt in call["prompts"])
+    answers = {text_of(value, "assistant") for call in seen for value in call["completions"]}
+    (step,) = small.steps(chat.folder)
+    parts = {name: step[f"rewards/components/{name}"] for name in Weights.model_fields}
+    total = sum(weight * parts[name] for name, weight in Weights())
+    assert step["rewards/reply"] == pytest.approx(total, abs=1e-6) and total > 0
+    evaluated = {name for line in lines(chat.folder) for name in line}
+    assert {f"eval/{split}_components/relevance" for split in ("validation", "test")} <= evaluated
     sample = lines(chat.folder, "samples")[0]
-    prompt = sample["prompt"][0]["content"] if as_messages else sample["prompt"]
-    assert prompt in TEXTS and isinstance(sample["response"], str)
+    assert text_of(sample["prompt"], "user") in TEXTS and sample["response"] in answers
     maps = [line["map"] for line in lines(chat.folder, "evaluations") if "map" in line]
     assert maps and maps[0]["prompt"] in TEXTS
     result = evaluate_model(chat, str(newest(chat.folder)), "test")
-    assert result.lines[0]["prompt"] == ([{"role": "user", "content": TEXTS[0]}] if as_messages else TEXTS[0])
-
-
-@pytest.mark.parametrize(
-    ("as_messages", "key"), [(True, "data.prompt: a list of messages"), (False, "model.chat_templ")]
-)
-def test_a_tokenizer_without_a_template_is_named(tmp_path: Path, as_messages: bool, key: str) -> None:
+    assert text_of(result.lines[0]["prompt"], "user") == TEXTS[0]
+    key = "data.prompt: a list of messages" if as_messages else "model.chat_templ"
     with pytest.raises(ValueError, match=f"^{key}.* needs a tokenizer with a chat template"):
-        train(recipe(tmp_path, "tiny", as_messages))
+        set_up(recipe(tmp_path, "tiny", as_messages)).items("train")

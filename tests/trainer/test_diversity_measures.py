@@ -32,6 +32,7 @@ from grpo_trainer.recipe import Evaluation, Reward, Rollout
 from grpo_trainer.rewards import LoadedReward
 
 EMBEDDED = ("semantic_diversity", "vendi", "clusters", "cluster_entropy")
+MEASURES = ("self_bleu", "distinct_1", "distinct_2", "rouge_diversity", *EMBEDDED)
 NAN = math.nan
 
 
@@ -41,59 +42,42 @@ def some_texts(seed: int, count: int, most: int) -> list[str]:
     return [" ".join(chosen.choices(vocabulary, k=chosen.randint(1, most))) for _ in range(count)]
 
 
-def test_words_are_runs_of_letters_and_single_signs() -> None:
-    words = "don ' t pay $ 1 , 250 . 5 - - über_all !"
-    assert words_of("Don't pay $1,250.5 -- über_all!\n") == (*words.split(),)
-
-
-def test_self_bleu_is_the_mean_of_sacrebleus() -> None:
+def test_text_measures_are_those_of_sacrebleu_and_rouge_score() -> None:
     sentence_bleu = pytest.importorskip("sacrebleu").sentence_bleu
+    scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=False)
     for seed in range(40):
         texts = some_texts(seed, count=2 + seed % 4, most=1 + seed % 9)
-        others = [texts[:i] + texts[i + 1 :] for i in range(len(texts))]
-        expected = [
-            sentence_bleu(text, references, tokenize="none", lowercase=True, use_effective_order=True).score
-            for text, references in zip(texts, others, strict=True)
+        bleus = [
+            sentence_bleu(text, texts[:i] + texts[i + 1 :], tokenize="none", lowercase=True, use_effective_order=True)
+            for i, text in enumerate(texts)
         ]
-        assert self_bleu(texts) == pytest.approx(sum(expected) / len(expected) / 100, abs=1e-12)
+        assert self_bleu(texts) == pytest.approx(sum(bleu.score for bleu in bleus) / len(bleus) / 100, abs=1e-12)
+        texts = [" ".join(filter(str.isalnum, text.split())) or "so" for text in some_texts(seed, 2 + seed % 3, 80)]
+        rouges = [scorer.score(a, b)["rougeL"].fmeasure for a, b in itertools.combinations(texts, 2)]
+        assert rouge_diversity(texts) == pytest.approx(1 - sum(rouges) / len(rouges), abs=1e-12)
 
 
-def test_rouge_diversity_is_that_of_rouge_score() -> None:
-    scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=False)
-    chosen = random.Random(0)
-    for count in (2, 3, 4) * 5:
-        texts = [" ".join(chosen.choices(["so", "7", "ann", "has"], k=chosen.randint(1, 80))) for _ in range(count)]
-        expected = [scorer.score(a, b)["rougeL"].fmeasure for a, b in itertools.combinations(texts, 2)]
-        assert rouge_diversity(texts) == pytest.approx(1 - sum(expected) / len(expected), abs=1e-12)
-
-
-def test_measures_by_hand() -> None:
-    assert self_bleu(["a b c d e"] * 3) == self_bleu(["", ""]) == 1
-    assert self_bleu(["a b", "c d", "e f"]) == self_bleu(["", "a b c d"]) == 0
+def test_text_measures_by_hand() -> None:
+    words = "don ' t pay $ 1 , 250 . 5 - - über_all !"
+    assert words_of("Don't pay $1,250.5 -- über_all!\n") == (*words.split(),)
+    assert self_bleu(["", ""]) == 1 and self_bleu(["", "a b c d"]) == 0
     assert self_bleu(["a b c d", "a b c d", ""]) == pytest.approx(2 / 3)
     # n-grams of all texts, but none across two
     assert [distinct(["a b a", "b c"], 1), distinct(["a b a", "b c"], 2)] == pytest.approx([3 / 5, 3 / 3])
-    assert distinct(["a b", "a b"], 2) == pytest.approx(1 / 2)
     # a c is common to the first two: 2 * 2 / (3 + 3); nothing is common with the third
     assert rouge_diversity(["a b c", "a c b", "d"]) == pytest.approx(1 - (4 / 6 + 0 + 0) / 3)
     assert rouge_diversity(["", ""]) == 0 and rouge_diversity(["", "a"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("texts", "expected"),
-    [([], [NAN] * 4), ([""], [NAN] * 4), (["a"], [NAN, NAN, 1.0, NAN]), (["a b"], [NAN, NAN, 1.0, 1.0])],
-)
-def test_undefined_measures_are_nan(texts: list[str], expected: list[float]) -> None:
-    measured = [self_bleu(texts), rouge_diversity(texts), distinct(texts, 1), distinct(texts, 2)]
-    assert measured == pytest.approx(expected, nan_ok=True)
+    undefined = {(): [NAN] * 4, ("",): [NAN] * 4, ("a",): [NAN, NAN, 1.0, NAN], ("a b",): [NAN, NAN, 1.0, 1.0]}
+    for texts, expected in undefined.items():
+        measured = [self_bleu(texts), rouge_diversity(texts), distinct(texts, 1), distinct(texts, 2)]
+        assert measured == pytest.approx(expected, nan_ok=True)
 
 
 def test_embedded_measures_by_hand() -> None:
     # two equal and one orthogonal: distances 0, 1, 1
     rows = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 3.0]])
-    measures = {name: float(values) for name, values in measure_embeddings(rows, 3).items()}
     entropy = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
-    assert measures == pytest.approx(dict(zip(EMBEDDED, (2 / 3, 9 / 5, 2.0, entropy), strict=True)))
+    assert [float(v) for v in measure_embeddings(rows, 3).values()] == pytest.approx([2 / 3, 9 / 5, 2.0, entropy])
     # one excluded, both excluded, opposite ones
     rows = torch.tensor([[1.0, 0.0], [NAN, NAN], [NAN, NAN], [NAN, NAN], [1.0, 0.0], [-1.0, 0.0]])
     few = measure_embeddings(rows, 2)
@@ -105,12 +89,10 @@ def test_embedded_measures_by_hand() -> None:
 def test_measures_of_a_prompt_do_not_depend_on_other_prompts_or_on_order() -> None:
     prompts = [some_texts(seed, 4, 6) for seed in range(3)]
     together = measure_prompts(prompts, hashed([text for texts in prompts for text in texts]))
-    assert set(together) == {"self_bleu", "distinct_1", "distinct_2", "rouge_diversity", *EMBEDDED}
+    assert set(together) == set(MEASURES)
     for i, texts in enumerate(prompts):
-        alone = measure_prompts([texts[::-1]], hashed(texts[::-1]))
-        assert {name: values[0] for name, values in alone.items()} == pytest.approx(
-            {name: values[i] for name, values in together.items()}, abs=1e-6
-        )
+        alone = {name: values[0] for name, values in measure_prompts([texts[::-1]], hashed(texts[::-1])).items()}
+        assert alone == pytest.approx({name: values[i] for name, values in together.items()}, abs=1e-6)
     assert all(values == [] for values in measure_prompts([], torch.zeros(0, 1)).values())
 
 
@@ -135,32 +117,27 @@ def evaluated(monkeypatch: pytest.MonkeyPatch, samples: int, grade: Callable[[st
     return evaluate.evaluate(policy, items, settings, [LoadedReward(Reward(), graded)], 8, torch.Generator(), 1.0)
 
 
-def test_samples_without_a_reward_are_not_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = evaluated(monkeypatch, 4, lambda prompt, text: None if text == "so 8 ." or prompt == "q" else 1.0)
-    assert result.metrics["pass@1"] == 1 and math.isnan(result.metrics["pass@4"])
-    assert result.metrics["sampled_exact"] == 1 and result.metrics["skipped"] == 0
-
-
 def test_evaluation_averages_the_measures_over_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    measures = ("self_bleu", "distinct_1", "distinct_2", "rouge_diversity", *EMBEDDED)
     ends_in_seven = lambda _, text: float(text.endswith("7"))  # noqa: E731
     greedy = evaluated(monkeypatch, 0, ends_in_seven)
-    assert greedy.metrics["exact"] == 1 and greedy.embedder is None and not set(measures) & set(greedy.metrics)
+    assert greedy.metrics["exact"] == 1 and greedy.embedder is None and not {*MEASURES} & set(greedy.metrics)
     result = evaluated(monkeypatch, 4, ends_in_seven)
     assert result.metrics["exact"] == 1 and result.embedder == "hashed"
-    assert result.metrics["pass@1"] == pytest.approx((3 / 4 + 1) / 2)
     of_each = measure_prompts(list(ANSWERS.values()), hashed([text for texts in ANSWERS.values() for text in texts]))
-    for name in measures:
+    for name in MEASURES:
         known = [value for value in of_each[name] if not math.isnan(value)]
         assert result.metrics[name] == pytest.approx(sum(known) / len(known)), name
     # the second prompt's responses have one word each: no bigrams, which must not count as no distinct ones
     assert math.isnan(of_each["distinct_2"][1])
     # rewards of p: 1, 1, 0, 1 and of q: 1 each; the response nearest to the others of p is right
-    assert result.metrics["usq"] == 1
-    assert [line["measures"]["usq"] for line in result.lines] == [1, 1]
+    assert result.metrics["usq"] == 1 and [line["measures"]["usq"] for line in result.lines] == [1, 1]
     assert result.lines[0]["measures"]["rouge_diversity"] == of_each["rouge_diversity"][0]
     # pass@1 = (3/4 + 1) / 2 and pass@4 = 1
-    assert result.metrics["der@4"] == pytest.approx(1 / (4 * 7 / 8))
+    assert [result.metrics["pass@1"], result.metrics["der@4"]] == pytest.approx([7 / 8, 1 / (4 * 7 / 8)])
+    # samples without a reward are not wrong ones
+    result = evaluated(monkeypatch, 4, lambda prompt, text: None if text == "so 8 ." or prompt == "q" else 1.0)
+    assert result.metrics["pass@1"] == 1 and math.isnan(result.metrics["pass@4"])
+    assert result.metrics["sampled_exact"] == 1 and result.metrics["skipped"] == 0
 
 
 def test_diversity_efficiency_by_hand() -> None:
@@ -172,21 +149,23 @@ def test_diversity_efficiency_by_hand() -> None:
 
 def test_collapse_is_the_first_step_after_which_nothing_recovers() -> None:
     steps = [0, 20, 40, 60, 80]
-    assert collapse_point(steps, [1.0, 0.4, 0.6, 0.4, 0.3]) == 60
-    assert collapse_point(steps, [1.0, 0.4, 0.6, 0.4, 0.3], share=0.7) == 20
-    assert math.isnan(collapse_point(steps, [1.0, 0.4, 0.3, 0.2, 0.5]))  # recovered, exactly to the limit
-    assert collapse_point(steps, [NAN, 1.0, 0.4, NAN, 0.3]) == 40
-    for values in ([0.0] * 5, [NAN] * 5, [-1.0] * 5):
-        assert math.isnan(collapse_point(steps, values))
-    assert math.isnan(collapse_point([], []))
+    for values, share, expected in (
+        ([1.0, 0.4, 0.6, 0.4, 0.3], 0.5, 60),
+        ([1.0, 0.4, 0.6, 0.4, 0.3], 0.7, 20),
+        ([1.0, 0.4, 0.3, 0.2, 0.5], 0.5, NAN),  # recovered, exactly to the limit
+        ([NAN, 1.0, 0.4, NAN, 0.3], 0.5, 40),
+        ([0.0] * 5, 0.5, NAN),
+        ([NAN] * 5, 0.5, NAN),
+        ([-1.0] * 5, 0.5, NAN),
+    ):
+        assert collapse_point(steps, values, share) == pytest.approx(expected, nan_ok=True), values
     with pytest.raises(ValueError, match=r"^collapse_point: share must be in \(0, 1\), got 1.0"):
-        collapse_point(steps, [1.0] * 5, share=1.0)
+        collapse_point([], [], share=1.0)
 
 
 def test_the_front_holds_what_nothing_dominates() -> None:
     points = [(0.1, 0.9), (0.5, 0.5), (0.4, 0.4), (0.9, 0.1), (0.5, 0.5), (0.9, 0.05), (NAN, 1.0)]
-    assert pareto_front(points) == [0, 1, 4, 3]
-    assert pareto_front([]) == [] and pareto_front([(NAN, 1.0)]) == [] and pareto_front([(1.0, 1.0)]) == [0]
+    assert pareto_front(points) == [0, 1, 4, 3] and pareto_front([]) == pareto_front([(NAN, 1.0)]) == []
 
 
 def test_medoids_are_nearest_to_the_others() -> None:
@@ -194,6 +173,3 @@ def test_medoids_are_nearest_to_the_others() -> None:
     rows = [[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [NAN, NAN], [0.0, 1.0], [0.0, 1.0], *[[NAN, NAN]] * 3]
     assert medoids(torch.tensor(rows), 3) == [1, 1, None]
     assert medoids(torch.tensor([[0.0, 1.0]] * 2 + [[1.0, 0.0]]), 3) == [0]
-    # equal rows with unequal order of their distances tie, and the first is taken
-    equal = torch.nn.functional.normalize(torch.rand(1, 16), dim=1).repeat(5, 1)
-    assert medoids(torch.cat([torch.rand(3, 16), equal]), 8) in ([3], [0], [1], [2])

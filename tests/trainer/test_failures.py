@@ -165,7 +165,10 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch:
             "model.lora={rank: 2, targets: [q_proj, embed_tokens]}",
             r"^model.lora.targets: must be names of linear layers, such as",
         ),
-        ("rl.rewards=[{name: gsm8k, options: {correct: -1.0}}]", r"^rl.rewards.0.options: gsm8k"),
+        (
+            "rl.rewards=[{name: gsm8k, options: {correct: -1.0}}]",
+            r"^rl.rewards.0.options.correct: must be .* got -1.0$",
+        ),
         ("rl.rewards=[{name: gsm8k, options: {correct: a}}]", r"^rl.rewards.0.options.correct: must be .*, got 'a'$"),
         ("rl.rewards=[{name: gsm8k, options: {corect: 1.0}}]", r"^rl.rewards.0.options.corect: no such key; the neare"),
         ("rl.algorithm.loss={clip: 1}", r"^rl.algorithm.loss.clip: no such key"),

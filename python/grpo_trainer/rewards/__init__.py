@@ -1,7 +1,7 @@
 """Rewards: functions with TRL's signature, `prompts, completions, **columns -> list[float | None]`.
 
-None means that a reward has no opinion of a response. A bundled reward is created by the `make` function of its module;
-any other is named `module:function`, the only code outside the package that a recipe runs.
+None means that a reward has no opinion of a response. A bundled reward is a class, whose fields are its options; any
+other is named `module:function`, the only code outside the package that a recipe runs.
 """
 
 from __future__ import annotations
@@ -9,26 +9,35 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from pydantic import ConfigDict, ValidationError, validate_call
 from torch import Tensor
 
 from grpo_trainer import distributed
 from grpo_trainer.data import Prompt, prompt_text
-from grpo_trainer.deadline import call_within
 from grpo_trainer.messages import known_columns, nearest, unknown_name
 from grpo_trainer.recipe import Reward
-from grpo_trainer.recipes import explain
-from grpo_trainer.rewards.weighted import WeightedReward
+from grpo_trainer.recipes import validated
+from grpo_trainer.rewards.base import BundledReward, WeightedReward
 from grpo_trainer.rollout import Rollout
 
 RewardFunction = Callable[..., Sequence[float | None]]
-BUNDLED = ("exact", "gsm8k", "reply", "dialogue", "diversity", "judge", "reward_model")
+T = TypeVar("T")
+BUNDLED = {  # class in the module of each
+    "exact": "Exact",
+    "gsm8k": "Gsm8k",
+    "reply": "Reply",
+    "dialogue": "Dialogue",
+    "diversity": "Diversity",
+    "judge": "Judge",
+    "reward_model": "RewardModel",
+}
 NAMES = (*BUNDLED, "module:function")
 
 
@@ -43,33 +52,19 @@ class LoadedReward(NamedTuple):
 
 def load_reward(settings: Reward, where: str = "rewards") -> LoadedReward:
     """Creates a bundled reward or imports `module:function`; errors name the key `where`."""
-    return LoadedReward(settings, _load_function(settings, where))
-
-
-def _load_function(settings: Reward, where: str) -> RewardFunction:
-    if settings.name in BUNDLED:
-        make = _import(f"grpo_trainer.rewards.{settings.name}:make", where)
-        try:
-            function: RewardFunction = validate_call(config=ConfigDict(strict=True))(make)(**settings.options)
-        except ValidationError as error:
-            known = list(inspect.signature(make).parameters)
-            raise ValueError(explain(error, f"{where}.options", lambda _: known)) from None
-        except (TypeError, ValueError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError  # some of their kinds take no text
-            raise kind(f"{where}.options: {error}") from error
-        return function
-    if ":" not in settings.name:
-        raise ValueError(unknown_name(f"{where}.name", settings.name, NAMES))
-    if settings.options:
-        raise ValueError(f"{where}.options: requires a bundled reward, got {settings.options!r} with {settings.name!r}")
-    function = _import(settings.name, where)
+    name, options = settings.name, settings.options
+    if name in BUNDLED:
+        kind = _import(f"grpo_trainer.rewards.{name}:{BUNDLED[name]}", where)
+        return LoadedReward(settings, validated(kind, options, f"{where}.options"))
+    if ":" not in name:
+        raise ValueError(unknown_name(f"{where}.name", name, NAMES))
+    if options:
+        raise ValueError(f"{where}.options: requires a bundled reward, got {options!r} with {name!r}")
+    function = _import(name, where)
     if not callable(function) or isinstance(function, type):
         way_out = "; name an instance of the class" if isinstance(function, type) else ""
-        raise TypeError(
-            f"{where}.name: must name a function, got {settings.name!r}, {type(function).__name__}{way_out}"
-        )
-    imported: RewardFunction = function
-    return imported
+        raise TypeError(f"{where}.name: must name a function, got {name!r}, {type(function).__name__}{way_out}")
+    return LoadedReward(settings, function)
 
 
 def _import(path: str, where: str) -> Any:
@@ -106,8 +101,15 @@ def require_columns(reward: LoadedReward, where: str, lines: Sequence[Mapping[st
             way_out = f"; set {where.rpartition('.')[0]} for others"
             columns_there = known_columns(names[0], known)
             raise ValueError(f"{where}: {settings.name!r} needs the column {needed}{columns_there}{way_out}")
-    if not _is_bundled(function):
-        _refuse_arguments(settings, function, where, known)
+    signature = None if isinstance(function, BundledReward) else _signature(function)
+    try:
+        if signature is not None:
+            signature.bind(**dict.fromkeys(["prompts", "completions", *known]))
+    except TypeError as error:
+        raise ValueError(
+            f"{where}: {settings.name!r} must take prompts, completions and the columns of the data, such as (prompts, "
+            f"completions, **columns), {error}"
+        ) from None
 
 
 def gaps(reward: LoadedReward, where: str, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -120,30 +122,19 @@ def gaps(reward: LoadedReward, where: str, lines: Sequence[Mapping[str, Any]]) -
             yield f"{where}: {settings.name!r} gets None for {needed}, which {lacking} of {len(lines)} lines lack"
 
 
-def _refuse_arguments(setting: Reward, function: RewardFunction, where: str, columns: Sequence[str]) -> None:
-    """Raises if a reward cannot be called with the columns of the data."""
+def _signature(function: RewardFunction) -> inspect.Signature | None:
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # not every callable has a signature
-        return
-    try:
-        signature.bind(**dict.fromkeys(["prompts", "completions", *columns]))
-    except TypeError as error:
-        raise ValueError(
-            f"{where}: {setting.name!r} must take prompts, completions and the columns of the data, such as (prompts, "
-            f"completions, **columns), {error}"
-        ) from None
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # not every callable has one
+        return None
 
 
-def _needs(function: RewardFunction) -> list[tuple[str, ...]]:
+def _needs(function: RewardFunction) -> Sequence[tuple[str, ...]]:
     """Alternatives for each column without which a reward cannot be called."""
-    if _is_bundled(function) and hasattr(function, "needs"):
-        needs: list[tuple[str, ...]] = function.needs
-        return needs
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # not every callable has a signature
-        return []
+    if isinstance(function, BundledReward):
+        return function.needs
+    signature = _signature(function)
+    parameters = [] if signature is None else signature.parameters.values()
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     required = [p.name for p in parameters if p.kind in by_name and p.default is inspect.Parameter.empty]
     return [(name,) for name in required if name not in ("prompts", "completions")]
@@ -157,37 +148,38 @@ class Scores(NamedTuple):
     components: list[dict[str, Tensor]]  # of each reward, [N] by name before weights; NaN where it was not scored
 
 
+class Graded(NamedTuple):
+    """Values of one reward in one process, NaN for None."""
+
+    values: list[float]
+    components: dict[str, list[float]]
+    skipped: int
+
+
 def score(loaded: Sequence[LoadedReward], rollout: Rollout) -> Scores:
     """Scores a rollout; each process scores whole prompts, its part of them."""
-    prompts, columns = _columns(rollout)
     local, size = distributed.local_range(len(rollout.items)), rollout.group_size
     rows = slice(local.start * size, local.stop * size)
-    prompts, texts = prompts[rows], rollout.texts[rows]
-    columns = {name: values[rows] for name, values in columns.items()}
-    rewards, components, skipped = [], [], 0
+    items = [item for item in rollout.items[local.start : local.stop] for _ in range(size)]
+    names = sorted({name for item in rollout.items for name in item} - {"prompt", "prompt_ids"})
+    columns = {name: [item.get(name) for item in items] for name in names}
+    columns["truncated"] = rollout.truncated[rows].tolist()
     with distributed.fail_together():
-        for setting, function in loaded:
-            counters = _counters(function)
-            counters.update(dict.fromkeys(counters, 0))
-            values, parts, failed = _values(setting, function, prompts, texts, columns) if prompts else ([], {}, 0)
-            failed += _counters(function).get("failed", 0)  # read again: the call may have replaced the dict
-            rewards.append(values)
-            components.append(parts)
-            skipped += failed
-
-    def gathered(local_rows: list[list[float]]) -> Tensor:
-        scores = torch.tensor(local_rows, dtype=torch.float64).T.contiguous()
-        return distributed.all_gather_rows(scores, range(rows.start, rows.stop), len(rollout.texts))
-
-    # a process without a prompt, or whose function failed, does not know the names
-    known = distributed.all_gather_objects([list(parts) for parts in components])
-    names = [list(dict.fromkeys(name for of in known for name in of[i])) for i in range(len(loaded))]
-    flat = [
-        parts.get(name, [math.nan] * len(texts)) for parts, of in zip(components, names, strict=True) for name in of
-    ]
-    columns_of = iter(gathered(flat).unbind(1) if flat else [])
-    by_name = [{name: next(columns_of) for name in of} for of in names]
-    return Scores(gathered(rewards), int(distributed.all_reduce_sum(torch.tensor(skipped))), by_name)
+        prompts, texts = [item["prompt"] for item in items], rollout.texts[rows]
+        graded = [_grade(reward, prompts, texts, columns) for reward in loaded]
+    parts = distributed.all_gather_objects(graded)  # of consecutive rows
+    values = [[value for part in parts for value in part[i].values] for i in range(len(loaded))]
+    components = []
+    for of_reward in zip(*parts, strict=True):
+        # a process without a prompt, or whose function failed, does not know the names
+        names = list(dict.fromkeys(name for part in of_reward for name in part.components))
+        columns_of = {
+            name: [v for part in of_reward for v in part.components.get(name, [math.nan] * len(part.values))]
+            for name in names
+        }
+        components.append({name: torch.tensor(column, dtype=torch.float64) for name, column in columns_of.items()})
+    skipped = sum(one.skipped for part in parts for one in part)
+    return Scores(torch.tensor(values, dtype=torch.float64).T.contiguous(), skipped, components)
 
 
 def component_means(loaded: Sequence[LoadedReward], components: Sequence[dict[str, Tensor]]) -> dict[str, float]:
@@ -203,13 +195,7 @@ def component_means(loaded: Sequence[LoadedReward], components: Sequence[dict[st
 
 
 def _counters(function: RewardFunction) -> dict[str, int]:
-    """Counters of the bundled rewards that keep some; a user's attribute of this name is the user's own."""
-    counters: dict[str, int] = getattr(function, "counters", {}) if _is_bundled(function) else {}
-    return counters
-
-
-def _is_bundled(function: RewardFunction) -> bool:
-    return type(function).__module__.startswith("grpo_trainer.")
+    return function.counters if isinstance(function, BundledReward) else {}
 
 
 def sum_counters(loaded: Sequence[LoadedReward]) -> list[dict[str, float]]:
@@ -222,66 +208,60 @@ def sum_counters(loaded: Sequence[LoadedReward]) -> list[dict[str, float]]:
     return sums
 
 
-def _columns(rollout: Rollout) -> tuple[list[Prompt], dict[str, list[Any]]]:
-    """Prompt of each response, and the other columns of the data."""
-    items = [item for item in rollout.items for _ in range(rollout.group_size)]
-    names = sorted({name for item in rollout.items for name in item} - {"prompt", "prompt_ids"})
-    columns = {name: [item.get(name) for item in items] for name in names}
-    return [item["prompt"] for item in items], columns | {"truncated": rollout.truncated.tolist()}
-
-
-def _as_texts(prompts: list[Prompt], texts: list[str]) -> dict[str, list[Any]]:
-    return {"prompts": [prompt_text(prompt) for prompt in prompts], "completions": texts}
-
-
-def _as_trl(prompts: list[Prompt], texts: list[str]) -> dict[str, list[Any]]:
-    """TRL's arguments: prompts of messages are answered by messages."""
-    completions = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-    return {"prompts": prompts, "completions": completions}
-
-
-def _values(
-    setting: Reward, function: RewardFunction, prompts: list[Prompt], texts: list[str], columns: dict[str, list[Any]]
-) -> tuple[list[float], dict[str, list[float]], int]:
-    """Values of one reward, NaN for None; its components; and the number of skipped scores."""
-    where = f"reward {setting.name!r}"
-    may_skip = setting.on_error == "skip"
+def _grade(reward: LoadedReward, prompts: list[Prompt], texts: list[str], columns: dict[str, list[Any]]) -> Graded:
+    """Values and components of one reward; failures are counted where they may be skipped."""
+    settings, function = reward
+    where, may_skip = f"reward {settings.name!r}", settings.on_error == "skip"
+    counters = _counters(function)
+    counters.update(dict.fromkeys(counters, 0))
+    if not texts:
+        return Graded([], {}, 0)
     try:
-        values, components = call_within(
-            setting.timeout, lambda: _call(setting, function, prompts, texts, columns), "rewards.timeout"
-        )
+        values, components = _within(settings.timeout, lambda: _call(reward, prompts, texts, columns))
     except RewardError:  # a reward's own limit on failures
         raise
     except (Exception, SystemExit) as error:
-        if not may_skip:
-            given = (
-                f"; the data has the columns {', '.join(columns)}" if isinstance(error, TypeError) and columns else ""
-            )
-            place = _place(error, function)
-            raise RewardError(f"{where} raised {type(error).__name__}: {error}{place}{given}") from error
-        return [math.nan] * len(texts), {}, len(texts)
+        if may_skip:
+            return Graded([math.nan] * len(texts), {}, len(texts))
+        given = f"; the data has the columns {', '.join(columns)}" if isinstance(error, TypeError) else ""
+        raise RewardError(f"{where} raised {type(error).__name__}: {error}{_place(error, function)}{given}") from error
     for name, part in components.items():
         if len(part) != len(texts):
-            raise RewardError(
-                f"{where}: component {name!r} must have one value for each of {len(texts)} responses, got {len(part)}"
-            )
+            rule = f"must have one value for each of {len(texts)} responses, got {len(part)}"
+            raise RewardError(f"{where}: component {name!r} {rule}")
     if len(values) != len(texts):
         raise RewardError(f"{where} must return one value for each of {len(texts)} responses, got {len(values)}")
-    failed = 0
-    numbers = []
-    for i, value in enumerate(values):
-        number = math.nan if value is None else _number(value)
-        if value is not None and not math.isfinite(number):
-            if not may_skip:
-                raise RewardError(
-                    f"{where} must be a finite number or None, got {value!r} for response {i}, {texts[i][:80]!r}"
-                )
-            failed, number = failed + 1, math.nan
-        numbers.append(number)
-    return numbers, components, failed
+    numbers = [math.nan if value is None else _number(value) for value in values]
+    bad = [i for i, value in enumerate(values) if value is not None and not math.isfinite(numbers[i])]
+    if bad and not may_skip:
+        shown = f"{values[bad[0]]!r} for response {bad[0]}, {texts[bad[0]][:80]!r}"
+        raise RewardError(f"{where} must be a finite number or None, got {shown}")
+    for i in bad:
+        numbers[i] = math.nan
+    return Graded(numbers, components, len(bad) + _counters(function).get("failed", 0))
+
+
+def _within(seconds: float | None, call: Callable[[], T]) -> T:
+    """Result of a call, or TimeoutError if it takes longer than `rewards.timeout`.
+
+    Python cannot end a thread, so a call that hangs is left behind; it does not keep the process from ending.
+    """
+    if seconds is None:
+        return call()
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not result.done():
+        raise TimeoutError(f"no result within {seconds:g} s (rewards.timeout)")
+    return result.result()
 
 
 def _place(error: BaseException, function: RewardFunction) -> str:
@@ -294,27 +274,34 @@ def _place(error: BaseException, function: RewardFunction) -> str:
 
 
 def _call(
-    setting: Reward, function: RewardFunction, prompts: list[Prompt], texts: list[str], columns: dict[str, list[Any]]
-) -> tuple[list[float | None], dict[str, list[float]]]:
+    reward: LoadedReward, prompts: list[Prompt], texts: list[str], columns: dict[str, list[Any]]
+) -> tuple[Sequence[Any], dict[str, list[float]]]:
     """Values that a reward returns, and the components that it reports, if any."""
-    as_texts = _as_texts(prompts, texts)
+    settings, function = reward
+    as_texts: dict[str, Any] = {"prompts": [prompt_text(prompt) for prompt in prompts], "completions": texts}
     if isinstance(function, WeightedReward):
         return function.graded(**as_texts, **columns)
-    returned = function(**(as_texts if setting.name in BUNDLED else _as_trl(prompts, texts)), **columns)
-    if inspect.iscoroutine(returned):
-        returned.close()  # or Python warns that nothing awaited it
+    arguments = as_texts
+    if not isinstance(function, BundledReward):  # TRL's arguments: prompts of messages are answered by messages
+        completions = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        arguments = {"prompts": prompts, "completions": completions}
+    values: Any = function(**arguments, **columns)
+    if inspect.iscoroutine(values):
+        values.close()  # or Python warns that nothing awaited it
+        rule = "must be a function that is not async, got a coroutine; call asyncio.run in it"
+        raise RewardError(f"reward {settings.name!r} {rule}")
+    if not isinstance(values, Iterable):
+        got = f"{type(values).__name__} {values!r}"
         raise RewardError(
-            f"reward {setting.name!r} must be a function that is not async, got a coroutine; call asyncio.run in it"
+            f"reward {settings.name!r} must return one value for each of {len(texts)} responses, got {got}"
         )
-    if not isinstance(returned, Iterable):
-        raise RewardError(
-            f"reward {setting.name!r} must return one value for each of {len(texts)} responses, got "
-            f"{type(returned).__name__} {returned!r}"
-        )
-    values = list(returned)
     report = getattr(function, "components", None)
     parts: dict[str, Sequence[Any]] = {} if report is None else report(**as_texts, **columns)
-    return values, {name: [math.nan if v is None else _number(v) for v in part] for name, part in parts.items()}
+    components = {name: [math.nan if v is None else _number(v) for v in part] for name, part in parts.items()}
+    return list(values), components
 
 
 def _number(value: object) -> float:

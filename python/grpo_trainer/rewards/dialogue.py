@@ -7,54 +7,60 @@ articles, as SQuAD's evaluation does. BLEU is sentence BLEU in lower case, with 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_trainer.messages import require_package
-from grpo_trainer.rewards.weighted import Parts, WeightedReward, checked_weights
-from grpo_trainer.rewards.words import f1
+from pydantic import NonNegativeFloat
 
-WEIGHTS = {"f1": 1 / 3, "rouge_1": 0.0, "rouge_2": 0.0, "rouge_l": 1 / 3, "bleu": 1 / 3}
+from grpo_trainer.messages import require_package
+from grpo_trainer.rewards.base import Parts, WeightedReward, sums_to_one
+from grpo_trainer.rewards.words import f1
+from grpo_trainer.section import Rule, Section, Share
+
 ROUGES = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL"}
 
 
-def make(*, weights: Mapping[str, float] | None = None, length_penalty: float = 0.0) -> Dialogue:
-    """Creates the reward.
-
-    Args:
-        weights: weights of the components, with sum 1.
-        length_penalty: s in the factor exp(-s |1 - words / reference words|); 2 s applies to shorter replies.
-    """
-    if not 0 <= length_penalty < math.inf:
-        raise ValueError(f"dialogue.length_penalty: must be 0 or more, got {length_penalty!r}")
-    return Dialogue(checked_weights("dialogue.weights", weights, WEIGHTS), length_penalty)
+class Weights(Section):
+    f1: Share = 1 / 3
+    rouge_1: Share = 0.0
+    rouge_2: Share = 0.0
+    rouge_l: Share = 1 / 3
+    bleu: Share = 1 / 3
 
 
 class Dialogue(WeightedReward):
-    columns = ("answers", "answer")
+    weights: Weights = Weights()
+    """weights of the components, with sum 1"""
+    length_penalty: NonNegativeFloat = 0.0
+    """s in the factor exp(-s |1 - words / reference words|); 2 s applies to shorter replies"""
 
-    def __init__(self, weights: Mapping[str, float], length_penalty: float) -> None:
+    columns_needed = (("answers", "answer"),)
+    _rouge: Any = None
+    _bleu: Any = None
+
+    def rules(self) -> Iterator[Rule]:
+        yield sums_to_one(self.weights)
+
+    def model_post_init(self, _: Any) -> None:
         for package in ("rouge_score", "sacrebleu"):
             require_package("dialogue", package, "text")
         from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
         from sacrebleu.metrics.bleu import BLEU
 
-        super().__init__("dialogue", weights)
-        self.length_penalty = length_penalty
-        self.rouge: Any = RougeScorer(list(ROUGES.values()), use_stemmer=False)
-        self.bleu: Any = BLEU(lowercase=True, effective_order=True)
+        self._rouge = RougeScorer(list(ROUGES.values()), use_stemmer=False)
+        self._bleu = BLEU(lowercase=True, effective_order=True)
 
     def parts(self, prompt: str, response: str, row: Mapping[str, Any]) -> Parts | None:
         references = _references(row)
         if not references:
             return None
         reply = reply_of(response)
-        rouges = [self.rouge.score(reference, reply) for reference in references]
+        rouges = [self._rouge.score(reference, reply) for reference in references]
         return {
             "f1": max(f1(reply, reference) for reference in references),
             **{name: max(float(rouge[key].fmeasure) for rouge in rouges) for name, key in ROUGES.items()},
             # rounding can take BLEU above 100
-            "bleu": min(1.0, float(self.bleu.sentence_score(reply, references).score) / 100) if reply else 0.0,
+            "bleu": min(1.0, float(self._bleu.sentence_score(reply, references).score) / 100) if reply else 0.0,
             "length": max(length_factor(reply, reference, self.length_penalty) for reference in references),
         }
 

@@ -7,7 +7,7 @@ prompts form a group.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,38 +15,33 @@ from torch.nn.functional import normalize
 
 from grpo_trainer.embed import Embedder, load_embedder
 from grpo_trainer.recipe import Similarity
-from grpo_trainer.recipes import validated
-from grpo_trainer.rewards.weighted import Parts, WeightedReward
+from grpo_trainer.rewards.base import Rows, WeightedReward
 
 
-def make(**options: Any) -> Diversity:
-    """Creates the reward with options of `algorithm.similarity`: embedder, text, unfinished, tail, batch_size."""
-    return Diversity(load_embedder(validated(Similarity, options)))
+class Diversity(WeightedReward, Similarity):
+    """The reward. Its options are those of `algorithm.similarity`: embedder, text, unfinished, tail, batch_size."""
 
+    _embedder: Embedder
 
-class Diversity(WeightedReward):
-    def __init__(self, embedder: Embedder) -> None:
-        super().__init__("diversity", {"distance": 1.0})
-        self.embedder = embedder
+    def model_post_init(self, _: Any) -> None:
+        self._embedder = load_embedder(self)
 
-    def _rows(self, prompts: Sequence[str], completions: Sequence[str], columns: Any) -> list[Parts | None]:
-        rows: list[Parts | None] = []
+    def weight_of(self) -> Mapping[str, float]:
+        return {"distance": 1.0}
+
+    def rows(self, prompts: Sequence[str], completions: Sequence[str], columns: Any) -> Rows:
         pairs = zip(prompts, completions, strict=True)
-        for _prompt, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
-            rows += self._score_group([response for _, response in group])
-        return rows
+        groups = itertools.groupby(pairs, key=lambda pair: pair[0])
+        return [parts for _, group in groups for parts in self._score_group([response for _, response in group])]
 
-    def _score_group(self, responses: list[str]) -> list[Parts | None]:
-        vectors = normalize(self.embedder(responses).double(), dim=-1)
+    def _score_group(self, responses: list[str]) -> Rows:
+        vectors = normalize(self._embedder(responses).double(), dim=-1)
         # an empty response differs from all others but adds nothing: its distance is 0
         is_nonempty = torch.tensor([bool(response.strip()) for response in responses])
         is_compared = ~vectors.isnan().any(-1) & is_nonempty
         compared = vectors[is_compared]
-        others = max(len(compared) - 1, 1)
         distances = 1 - compared @ compared.T
         distances.fill_diagonal_(0)  # rounding leaves it slightly off
-        means = iter((distances.sum(-1) / others).clamp_min(0).tolist())
-        return [
-            {"distance": next(means)} if compares else None if nonempty else {"distance": 0.0}
-            for compares, nonempty in zip(is_compared.tolist(), is_nonempty.tolist(), strict=True)
-        ]
+        means = torch.where(is_nonempty, torch.nan, 0.0).double()
+        means[is_compared] = (distances.sum(-1) / max(len(compared) - 1, 1)).clamp_min(0)
+        return [None if mean != mean else {"distance": mean} for mean in means.tolist()]

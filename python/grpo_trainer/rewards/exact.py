@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from grpo_trainer.rewards import RewardFunction
+from collections.abc import Sequence
+
+from grpo_trainer.rewards.base import BundledReward
+
+
+class Exact(BundledReward):
+    columns_needed = (("answer",),)
+
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[object], **_: object
+    ) -> list[float | None]:
+        return [
+            None if expected is None else float(answer_of(text) == as_text(expected))
+            for text, expected in zip(completions, answer, strict=True)
+        ]
 
 
 def answer_of(text: str) -> str | None:
@@ -10,19 +24,6 @@ def answer_of(text: str) -> str | None:
     return tail.strip() if mark else None
 
 
-def as_text(answer: str | int | float) -> str:
-    """Answer as text; files may hold numbers."""
-    is_whole = isinstance(answer, float) and answer.is_integer()
-    return str(int(answer) if is_whole else answer).strip()
-
-
-def make() -> RewardFunction:
-    def exact(
-        prompts: list[str], completions: list[str], answer: list[str | int | float | None], **columns: object
-    ) -> list[float | None]:
-        return [
-            None if expected is None else float(answer_of(text) == as_text(expected))
-            for text, expected in zip(completions, answer, strict=True)
-        ]
-
-    return exact
+def as_text(answer: object) -> str:
+    """Answer as text; files may hold numbers, and 4.0 is 4."""
+    return f"{answer:.0f}" if isinstance(answer, float) and answer.is_integer() else str(answer).strip()

@@ -19,14 +19,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-from grpo_trainer.rewards.numbers import final_number, parse_number
-from grpo_trainer.rewards.weighted import Parts, WeightedReward
-from grpo_trainer.rewards.words import words_of
+from pydantic import NonNegativeFloat, PositiveFloat
 
+from grpo_trainer.rewards.base import Parts, WeightedReward
+from grpo_trainer.rewards.numbers import final_number, parse_number
+from grpo_trainer.rewards.words import words_of
+from grpo_trainer.section import Rule
+
+SHAPING = ("format", "answered", "length", "vocabulary", "steps", "numbers", "calculation")
 LENGTH = 50  # characters
 VOCABULARY = frozenset(
     words_of(
@@ -44,81 +48,48 @@ _CALCULATION = re.compile(
 )
 
 
-def make(
-    *,
-    correct: float = 1.0,
-    format: float = 0.1,
-    answered: float = 0.0,
-    length: float = 0.0,
-    vocabulary: float = 0.0,
-    steps: float = 0.0,
-    numbers: float = 0.0,
-    calculation: float = 0.0,
-    dominant: bool = True,
-    without_answer: str = "skip",
-) -> Gsm8k:
-    """Creates the reward.
-
-    Args:
-        correct: reward of a correct answer.
-        format: reward of the requested format.
-        answered: reward of an answer that can be read, right or wrong.
-        length: reward of a solution of more than 50 characters.
-        vocabulary: reward of five words of mathematics.
-        steps: reward of words that order steps.
-        numbers: reward of a number besides the answer.
-        calculation: reward if all written calculations are true.
-        dominant: any correct answer must be worth more than any wrong one, so the other parts less than `correct`.
-        without_answer: responses to a prompt without a reference: "skip" leaves them unscored, "form" scores them by
-            the other parts, with an undefined `correct`.
-    """
-    if without_answer not in ("skip", "form"):
-        raise ValueError(f"gsm8k.without_answer: must be 'skip' or 'form', got {without_answer!r}")
-    if not 0 < correct < math.inf:
-        raise ValueError(f"gsm8k.correct: must be positive, got {correct!r}")
-    shaping = {
-        "format": format,
-        "answered": answered,
-        "length": length,
-        "vocabulary": vocabulary,
-        "steps": steps,
-        "numbers": numbers,
-        "calculation": calculation,
-    }
-    for name, weight in shaping.items():
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"gsm8k.{name}: must be 0 or more, got {weight!r}")
-    total = math.fsum(shaping.values())
-    if dominant and not total < correct:
-        names = " + ".join(name for name, weight in shaping.items() if weight)
-        raise ValueError(
-            f"gsm8k.{names}: must be less than correct = {correct!r}, got {total!r}, for which a wrong answer could be "
-            "worth as much as a correct one; lower them, or set dominant: false"
-        )
-    return Gsm8k("gsm8k", {"correct": correct, **shaping}, scores_form=without_answer == "form")
-
-
 class Gsm8k(WeightedReward):
-    columns = ("answer",)
+    correct: PositiveFloat = 1.0
+    """reward of a correct answer"""
+    format: NonNegativeFloat = 0.1
+    """reward of the requested format"""
+    answered: NonNegativeFloat = 0.0
+    """reward of an answer that can be read, right or wrong"""
+    length: NonNegativeFloat = 0.0
+    """reward of a solution of more than 50 characters"""
+    vocabulary: NonNegativeFloat = 0.0
+    """reward of five words of mathematics"""
+    steps: NonNegativeFloat = 0.0
+    """reward of words that order steps"""
+    numbers: NonNegativeFloat = 0.0
+    """reward of a number besides the answer"""
+    calculation: NonNegativeFloat = 0.0
+    """reward if all written calculations are true"""
+    dominant: bool = True
+    """any correct answer must be worth more than any wrong one, so the other parts less than correct"""
 
-    def __init__(self, name: str, weights: Mapping[str, float], scores_form: bool = False) -> None:
-        self.scores_form = scores_form  # of responses to prompts without a reference
-        on = {part: weight for part, weight in weights.items() if weight or part in ("correct", "format")}
-        super().__init__(name, on)
+    columns_needed = (("answer",),)
+
+    def rules(self) -> Iterator[Rule]:
+        shaping = {name: getattr(self, name) for name in SHAPING if getattr(self, name)}
+        total = math.fsum(shaping.values())
+        rule = f"must exceed {' + '.join(shaping)} = {total}, or a wrong answer could be worth as much as a correct one"
+        yield "correct", not self.dominant or total < self.correct, f"{rule}, unless dominant is false"
+
+    def weight_of(self) -> Mapping[str, float]:
+        weights = {name: getattr(self, name) for name in ("correct", *SHAPING)}
+        return {name: weight for name, weight in weights.items() if weight or name in ("correct", "format")}
 
     def parts(self, prompt: str, response: str, row: Mapping[str, Any]) -> Parts | None:
         answer = row.get("answer")
-        has_answer = answer is not None and answer != ""
-        if not has_answer and not self.scores_form:
+        if answer is None or answer == "":
             return None
-        expected = final_number(str(answer)) if has_answer else None
-        if has_answer and expected is None:
+        expected = final_number(str(answer))
+        if expected is None:
             raise ValueError(f"gsm8k: the column 'answer' must hold a number, got {str(answer)[:80]!r}")
-        parts = {
-            "correct": float(final_number(response) == expected) if has_answer else math.nan,
-            "format": float(is_formatted(response) and not row.get("truncated")),
-        }
         measures = {
+            "correct": lambda: float(final_number(response) == expected),
+            "format": lambda: float(is_formatted(response) and not row.get("truncated")),
             "answered": lambda: float(final_number(response) is not None),
             "length": lambda: float(effective_length(response) > LENGTH),
             "vocabulary": lambda: min(1.0, len(VOCABULARY & set(words_of(response))) / 5),
@@ -126,11 +97,7 @@ class Gsm8k(WeightedReward):
             "numbers": lambda: float(has_other_number(response)),
             "calculation": lambda: share_of_true_calculations(response),
         }
-        return parts | {name: measure() for name, measure in measures.items() if name in self.weights}
-
-    def total(self, parts: Parts) -> float:
-        is_known = not math.isnan(parts["correct"])
-        return super().total(parts if is_known else {**parts, "correct": 0.0})
+        return {name: measures[name]() for name in self.weight_of()}
 
 
 def is_formatted(response: str) -> bool:

@@ -7,66 +7,64 @@ and 0.3 for replies of more than 500. Words are matched whole: "this" does not o
 from __future__ import annotations
 
 import functools
-import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch.nn.functional import cosine_similarity
 
 from grpo_trainer.embed import Embedder, load_embedder
 from grpo_trainer.messages import require_package
 from grpo_trainer.recipe import Similarity
-from grpo_trainer.rewards.weighted import Parts, WeightedReward, checked_weights
+from grpo_trainer.rewards.base import Parts, Rows, WeightedReward, sums_to_one
 from grpo_trainer.rewards.words import contains, words_of
+from grpo_trainer.section import Rule, Section, Share
 
-WEIGHTS = {
-    "relevance": 0.30,
-    "length": 0.15,
-    "sentiment": 0.15,
-    "lexical_diversity": 0.10,
-    "punctuation": 0.10,
-    "engagement": 0.20,
-}
 SHORTEST, LONGEST, TOO_LONG = 3, 500, 0.3
 LENGTHS = ((20, 0.3), (50, 0.6), (151, 1.0), (281, 0.8))  # value of a reply with fewer characters
-PUNCTUATION = ((0.0, 0.7), (0.02, 1.0), (0.08, 1.0), (0.15, 0.8), (0.30, 0.3))  # share of the characters, value
+PUNCTUATION = ((0.0, 0.02, 0.08, 0.15, 0.30), (0.7, 1.0, 1.0, 0.8, 0.3))  # shares of the characters, values
 GENERIC = frozenset(words_of("agree agreed cool exactly facts great lol nice no ok okay same thanks this true wow yes"))
 
 
-def make(*, weights: Mapping[str, float] | None = None, embedder: str = "auto") -> Reply:
-    """Creates the reward.
-
-    Args:
-        weights: weights of the components, with sum 1.
-        embedder: embedder of `relevance`, by its name in `algorithm.similarity`.
-    """
-    # embeds thoughts, too: a reader would see them
-    embedder_of_texts = load_embedder(Similarity(embedder=embedder, text="whole"))
-    return Reply(checked_weights("reply.weights", weights, WEIGHTS), embedder_of_texts)
+class Weights(Section):
+    relevance: Share = 0.30
+    length: Share = 0.15
+    sentiment: Share = 0.15
+    lexical_diversity: Share = 0.10
+    punctuation: Share = 0.10
+    engagement: Share = 0.20
 
 
 class Reply(WeightedReward):
-    def __init__(self, weights: Mapping[str, float], embedder: Embedder) -> None:
-        super().__init__("reply", weights)
-        self.embedder = embedder
-        require_package("reply", "vaderSentiment", "text")
+    weights: Weights = Weights()
+    """weights of the components, with sum 1"""
+    embedder: str = "auto"
+    """embedder of `relevance`, by its name in `algorithm.similarity`"""
 
-    def _rows(
-        self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Any]
-    ) -> list[Parts | None]:
+    _embedder: Embedder
+
+    def rules(self) -> Iterator[Rule]:
+        yield sums_to_one(self.weights)
+
+    def model_post_init(self, _: Any) -> None:
+        require_package("reply", "vaderSentiment", "text")
+        # embeds thoughts, too: a reader would see them
+        self._embedder = load_embedder(Similarity(embedder=self.embedder, text="whole"))
+
+    def rows(self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Any]) -> Rows:
         posts = columns.get("post") or [None] * len(prompts)
         posts = [prompt if post is None else post for post, prompt in zip(posts, prompts, strict=True)]
-        vectors = self.embedder([*posts, *completions]).double()
+        vectors = self._embedder([*posts, *completions]).double()
         cosines = cosine_similarity(vectors[: len(posts)], vectors[len(posts) :], dim=1).tolist()
-        return super()._rows(prompts, completions, {"post": posts, "cosine": cosines})
+        return super().rows(prompts, completions, {"post": posts, "cosine": cosines})
 
     def parts(self, prompt: str, response: str, row: Mapping[str, Any]) -> Parts:
         reply, post = response.strip(), row["post"]
         if len(reply) < SHORTEST:
-            return dict.fromkeys(self.weights, 0.0)
+            return dict.fromkeys(self.weight_of(), 0.0)
         if len(reply) > LONGEST:
-            return dict.fromkeys(self.weights, TOO_LONG)
+            return dict.fromkeys(self.weight_of(), TOO_LONG)
         return {
             "relevance": relevance(post, response, row["cosine"]),
             "length": length(reply),
@@ -105,10 +103,7 @@ def lexical_diversity(reply: str) -> float:
 def punctuation(reply: str) -> float:
     """Value by the share of !, ?, . and commas; piecewise linear through PUNCTUATION."""
     share = sum(reply.count(sign) for sign in "!?.,") / max(len(reply), 1)
-    for (left, low), (right, high) in itertools.pairwise(PUNCTUATION):
-        if share < right:
-            return low + (high - low) * (share - left) / (right - left)
-    return PUNCTUATION[-1][1]
+    return float(np.interp(share, *PUNCTUATION))
 
 
 def engagement(reply: str) -> float:

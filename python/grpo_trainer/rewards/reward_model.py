@@ -7,126 +7,89 @@ has padding, and a score depends on the texts beside it at most by rounding.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt
 
-from grpo_trainer.data import equal_length_batches
 from grpo_trainer.pretrained import loading, whole
+from grpo_trainer.rewards.base import BundledReward
+from grpo_trainer.section import Rule
 
 # Pad token of models without one, which refuse batches otherwise. No batch has padding, and an id that occurs would
 # hide the last token.
 NO_TOKEN = -1
+BATCH_TOKENS = 16384  # of a forward pass; a longer text runs alone
 
 
-def make(
-    *,
-    path: str,
-    template: str | None = None,
-    label: str | int | None = None,
-    batch_tokens: PositiveInt = 16384,
-    max_length: PositiveInt | None = None,
-    on_long: Literal["raise", "truncate"] = "raise",
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-    device: str | None = None,
-    trust_remote_code: bool = False,
-    cache: NonNegativeInt = 65536,
-) -> RewardModel:
-    """Creates the reward.
-
-    Args:
-        path: folder or hub name of the classifier and its tokenizer.
-        template: text that the classifier reads, with {prompt} and {response}; None: the tokenizer's chat template.
-        label: name or number of the label whose logit is the reward; None: the only one.
-        batch_tokens: largest number of tokens of a forward pass; a longer text runs alone.
-        max_length: largest number of tokens of a text; None: that of the model.
-        on_long: "raise" for longer texts, or "truncate": their first tokens are left out, so that the end of the
-            response is read.
-        dtype: float32, bfloat16 or float16.
-        device: device of the classifier; None: a GPU if there is one.
-        trust_remote_code: run code that comes with the model.
-        cache: number of scores kept in memory.
-    """
-    if template is not None and "{response}" not in template:
-        raise ValueError(f"reward_model.template: must contain {{response}}, got {template!r}")
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    with loading("reward_model.path", path):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    if template is None and not tokenizer.chat_template:
-        raise ValueError(f"reward_model.template: must be given for a tokenizer without a chat template, {path!r}")
-    loaded: Any = AutoModelForSequenceClassification
-    with loading("reward_model.path", path):
-        model = loaded.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True)
-    model = whole("reward_model.path", path, model)
-    model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval().requires_grad_(False)
-    config = model.config.get_text_config()
-    if config.pad_token_id is None:
-        config.pad_token_id = NO_TOKEN
-    reward = RewardModel(model, tokenizer, _label_index(model.config, label))
-    reward.template, reward.batch_tokens, reward.cache_size = template, batch_tokens, cache
-    reward.max_length = max_length or getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    reward.truncates = on_long == "truncate"
-    return reward
-
-
-class RewardModel:
-    """The reward; `counters` describe its last call."""
-
+class RewardModel(BundledReward):
+    path: str
+    """folder or hub name of the classifier and its tokenizer"""
     template: str | None = None
-    batch_tokens, cache_size = 16384, 65536
-    max_length: int | None = None
-    truncates = False
+    """text that the classifier reads, with {prompt} and {response}; null: the tokenizer's chat template"""
+    label: str | int | None = None
+    """name or number of the label whose logit is the reward; null: the only one"""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """dtype of the weights"""
+    trust_remote_code: bool = False
+    """allow code that comes with the model to run"""
 
-    def __init__(self, model: Any, tokenizer: Any, label: int) -> None:
-        self.__name__ = "reward_model"  # TRL logs a reward under its function's name
-        self.model, self.tokenizer, self.label = model, tokenizer, label
-        self.cache: OrderedDict[tuple[int, ...], float] = OrderedDict()
-        self.counters = {"truncated": 0, "cached": 0}
+    _model: Any = None
+    _tokenizer: Any = None
+    _label: int = 0
 
+    def rules(self) -> Iterator[Rule]:
+        is_template = self.template is None or "{response}" in self.template
+        yield "template", is_template, "must contain {response}"
+        has_template = self.template is not None or bool(self._tokenizer.chat_template)
+        yield "template", has_template, "must be given for a tokenizer without a chat template"
+
+    def model_post_init(self, _: Any) -> None:
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        kind: Any = AutoModelForSequenceClassification
+        code = {"trust_remote_code": self.trust_remote_code}
+        with loading("reward_model.path", self.path):
+            self._tokenizer = AutoTokenizer.from_pretrained(self.path, **code)
+            loaded = kind.from_pretrained(self.path, dtype=self.dtype, output_loading_info=True, **code)
+        model = whole("reward_model.path", self.path, loaded)
+        self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
+        config = self._model.config.get_text_config()
+        if config.pad_token_id is None:
+            config.pad_token_id = NO_TOKEN
+        self._label = _label_index(self._model.config, self.label)
+
+    @torch.no_grad()
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float | None]:
-        texts = [self._ids(prompt, response) for prompt, response in zip(prompts, completions, strict=True)]
-        rows, truncated = [], 0
-        for i, ids in enumerate(texts):
-            is_long = self.max_length is not None and len(ids) > self.max_length
-            if is_long and not self.truncates:
+        rows = [tuple(self._ids(prompt, response)) for prompt, response in zip(prompts, completions, strict=True)]
+        longest = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        for i, ids in enumerate(rows):
+            if longest is not None and len(ids) > longest:
                 raise ValueError(
-                    f"reward_model.max_length: texts must have at most {self.max_length} tokens, got {len(ids)} for "
-                    f"response {i}; shorten rl.rollout.max_completion_length or set on_long: truncate"
+                    f"reward_model: texts must have at most {longest} tokens, the model's context, got {len(ids)} for "
+                    f"response {i}; shorten rl.rollout.max_completion_length"
                 )
-            truncated += is_long
-            rows.append(tuple(ids[-self.max_length :] if is_long and self.max_length else ids))
-        known = {ids: self.cache[ids] for ids in rows if ids in self.cache}
-        self.counters = {"truncated": truncated, "cached": sum(ids in known for ids in rows)}
-        known |= self._scores([ids for ids in dict.fromkeys(rows) if ids not in known])
-        for row in rows:
-            self.cache[row] = known[row]
-            self.cache.move_to_end(row)
-        while len(self.cache) > self.cache_size:
-            self.cache.popitem(last=False)
-        return [known[ids] for ids in rows]
+        scores: dict[tuple[int, ...], float] = {}
+        for length, group in itertools.groupby(sorted(dict.fromkeys(rows), key=len), key=len):
+            texts = list(group)
+            size = max(1, BATCH_TOKENS // max(length, 1))
+            for start in range(0, len(texts), size):
+                batch = texts[start : start + size]
+                tokens = torch.tensor(batch, device=self._model.device)
+                logits = self._model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits[:, self._label]
+                scores |= zip(batch, logits.double().tolist(), strict=True)
+        return [scores[ids] for ids in rows]
 
     def _ids(self, prompt: str, response: str) -> list[int]:
         if self.template is None:
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
             # the template writes its own special tokens
-            return cast(list[int], self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            return cast(list[int], self._tokenizer(text, add_special_tokens=False)["input_ids"])
         # not str.format, which would fail at other braces
         text = response.join(part.replace("{prompt}", prompt) for part in self.template.split("{response}"))
-        return cast(list[int], self.tokenizer(text)["input_ids"])
-
-    @torch.no_grad()
-    def _scores(self, texts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], float]:
-        scores: dict[tuple[int, ...], float] = {}
-        for rows in equal_length_batches([len(ids) for ids in texts], self.batch_tokens):
-            ids = torch.tensor([texts[row] for row in rows], device=self.model.device)
-            logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, self.label]
-            scores |= zip((texts[row] for row in rows), logits.double().tolist(), strict=True)
-        return scores
+        return cast(list[int], self._tokenizer(text)["input_ids"])
 
 
 def _label_index(config: Any, label: str | int | None) -> int:
@@ -137,4 +100,4 @@ def _label_index(config: Any, label: str | int | None) -> int:
         return names[label]
     if type(label) is int and 0 <= label < config.num_labels:
         return label
-    raise ValueError(f"reward_model.label: must be one of {list(names)} or its number, got {label!r}")
+    raise ValueError(f"label: must be one of {list(names)} or its number, got {label!r}")
