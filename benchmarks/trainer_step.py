@@ -2,8 +2,7 @@
 
     python -m benchmarks.trainer_step similarity_group --steps 5 --out runs/step
 
-After a short supervised phase the three start from one checkpoint and alternate step by step. Each writes a run folder;
-the report of the first shows the others beside it.
+After a short supervised phase the three start from one checkpoint and alternate step by step. Each writes a run folder.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from pathlib import Path
 import torch
 from grpo_trainer import recipes
 from grpo_trainer.recipe import Recipe
-from grpo_trainer.report import write_report
 from grpo_trainer.setup import Run
 from grpo_trainer.train import train
 
@@ -81,7 +79,6 @@ def main() -> None:
                     f"{step:3} {name:<10} {metrics['time/step']:7.3f} s, outside the model {outside(metrics):6.2%}",
                     flush=True,
                 )
-    write_report(options.out / NAMES[0], [options.out / name for name in NAMES[1:]])
     print_table(taken)
 
 

@@ -1,7 +1,9 @@
 """Trackers that receive metrics, tables of samples and histograms in addition to the run's own files.
 
-Steps are counted over SFT and RL, as a tracker draws a single axis and wandb drops values of earlier steps. NaN is not
-passed on, so that a chart shows a gap. accelerate's trackers have neither histograms nor, for two of the three, tables.
+A tracker is created before the run, so that a missing package is reported at once, and `open` starts the run.
+Histograms are of finite vectors on the CPU. Steps are counted over SFT and RL, as a tracker draws a single axis and
+wandb drops values of earlier steps. NaN is not passed on, so that a chart shows a gap.
+accelerate's trackers have neither histograms nor, for two of the three, tables.
 """
 
 from __future__ import annotations
@@ -9,28 +11,14 @@ from __future__ import annotations
 import importlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+import pandas
 from torch import Tensor
 
 from grpo_trainer.recipe import Recipe
 
 BINS = 64  # of a histogram
-
-
-class Tracker(Protocol):
-    """Created before the run, so that a missing package is reported at once; `open` starts the run."""
-
-    def open(self) -> None: ...
-
-    def log(self, values: Mapping[str, float], step: int) -> None: ...
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None: ...
-
-    def histograms(self, values: Mapping[str, Tensor], step: int) -> None:
-        """Counts the values of vectors on the CPU, which are finite."""
-
-    def close(self) -> None: ...
 
 
 class Tensorboard:
@@ -78,10 +66,7 @@ class Wandb:
         self.module.log(dict(values), step=step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        self.module.log({name: self.make_table(list(columns), [list(row) for row in rows])}, step=step)
-
-    def make_table(self, columns: list[str], rows: list[list[Any]]) -> Any:
-        return self.module.Table(columns=columns, data=rows)
+        self.module.log({name: self.module.Table(dataframe=pandas.DataFrame(rows, columns=columns))}, step=step)
 
     def histograms(self, values: Mapping[str, Tensor], step: int) -> None:
         kind = self.module.Histogram
@@ -99,13 +84,12 @@ class Trackio(Wandb):
     def identity(self, run_id: str) -> dict[str, str]:
         return {"name": f"{self.recipe.name}-{run_id}"}
 
-    def make_table(self, columns: list[str], rows: list[list[Any]]) -> Any:
-        import pandas  # a requirement of trackio, whose tables ignore the names of columns otherwise
 
-        return self.module.Table(dataframe=pandas.DataFrame(rows, columns=columns))
-
-
-TRACKERS: dict[str, Callable[[Recipe], Tracker]] = {"tensorboard": Tensorboard, "wandb": Wandb, "trackio": Trackio}
+TRACKERS: dict[str, Callable[[Recipe], Tensorboard | Wandb]] = {
+    "tensorboard": Tensorboard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+}
 
 
 def _cell(value: Any) -> str:

@@ -15,7 +15,7 @@ from tests.trainer import small
 from tools import experiments
 
 
-def test_recipes_on_seeds_with_a_reward_of_the_current_folder(
+def test_recipes_and_variants_on_seeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = small.values(tmp_path / "unused")
@@ -27,9 +27,8 @@ def test_recipes_on_seeds_with_a_reward_of_the_current_folder(
     (tmp_path / "reward_of_experiments.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(
-        sys, "argv", ["experiments.py", "own.yaml", "other.yaml", "--seeds", "0", "1", "--folder", "made"]
-    )
+    command = ["experiments.py", "own.yaml", "other.yaml", "--seeds", "0", "1", "--folder", "made"]
+    monkeypatch.setattr(sys, "argv", command)
     experiments.main()
     printed = capsys.readouterr().out
     table = [line.split(" | ") for line in printed.splitlines() if line.startswith("| own.yaml")]
@@ -40,16 +39,16 @@ def test_recipes_on_seeds_with_a_reward_of_the_current_folder(
     before = {path: path.stat().st_mtime for path in Path("made").rglob("*.safetensors")}
     experiments.main()  # finished runs are read
     assert before == {path: path.stat().st_mtime for path in Path("made").rglob("*.safetensors")}
-
-
-def test_variants_share_their_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.yaml").write_text(json.dumps(small.values(tmp_path / "unused")))
+    # variants continue from one SFT
     variants = {"plain": [], "doctor": ["rl.algorithm.name=dr_grpo"]}
-    experiment = experiments.Experiment(str(tmp_path / "own.yaml"), variants, lambda _: {"one": 1.0})
+    experiment = experiments.Experiment("own.yaml", variants, lambda _: {"one": 1.0})
     monkeypatch.setitem(experiments.EXPERIMENTS, "mine", experiment)
-    runs = experiments.run_experiment("mine", 3, tmp_path / "made", ["rl.steps=1", "sft.steps=2"])
-    assert list(runs) == ["SFT", "plain", "doctor"]
-    model = str(next((runs["SFT"].path / "checkpoints").glob("sft-2/model")))
-    assert {run.setting("model.path") for name, run in runs.items() if name != "SFT"} == {model}
+    runs = experiments.run_experiment("mine", 3, tmp_path / "variants", [])
+    model = str(next((runs["SFT"].path / "checkpoints").glob("sft-1/model")))
+    assert {name: run.setting("model.path") for name, run in runs.items()} == {
+        "SFT": "tiny",
+        "plain": model,
+        "doctor": model,
+    }
     assert runs["doctor"].setting("rl.algorithm.name") == "dr_grpo" and runs["plain"].setting("seed") == 3
     assert experiments.figures(runs["plain"], experiment.measure)["one"] == 1.0

@@ -15,7 +15,7 @@ import pandas as pd
 
 from grpo_trainer.diversity_measures import collapse_point, pareto_front
 from grpo_trainer.log import to_json
-from grpo_trainer.report.compare import Result, bootstrap_interval, in_order, paired, t_interval
+from grpo_trainer.report.compare import bootstrap_interval, in_order, paired, t_interval
 from grpo_trainer.report.page import (
     Curve,
     Figure,
@@ -120,11 +120,11 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
     return _write(output, "comparison", lead, rows, [Section("Left out", table=table if left_out else [])])
 
 
-def write_evaluation(results: Mapping[str, Result], recipe: Recipe, split: str, output: Path) -> Path:
+def write_evaluation(results: Mapping[str, Mapping[str, Any]], recipe: Recipe, split: str, output: Path) -> Path:
     """Writes evaluation.html and evaluation.json of models that were evaluated on the same prompts.
 
     Args:
-        results: results of the evaluation by the models' names.
+        results: the JSON of the evaluations' results by the models' names.
         recipe: the recipe that they were evaluated with.
         split: the split.
         output: folder of the page, created if needed.
@@ -132,8 +132,7 @@ def write_evaluation(results: Mapping[str, Result], recipe: Recipe, split: str, 
     Returns:
         Path of the page.
     """
-    models = {name: Evaluated(result.to_json()) for name, result in results.items()}
-    rows = [Row(f"{i} {name}", {"": evaluated}, []) for i, (name, evaluated) in enumerate(models.items(), 1)]
+    rows = [Row(f"{i} {name}", {"": Evaluated(content)}, []) for i, (name, content) in enumerate(results.items(), 1)]
     lead = f"{len(rows[0].first.prompts)} prompts of the {split} split, evaluated with the recipe {recipe.name}."
     return _write(output, "evaluation", lead, rows, [])
 
@@ -171,7 +170,7 @@ def _gaps(run: RunFolder, evaluated: Evaluated, first: Row, names: tuple[str, ..
 
 
 def _conditions(run: RunFolder, evaluated: Evaluated) -> dict[str, Any]:
-    prompts = sorted(str(line.get("prompt")) for line in evaluated.prompts)
+    prompts = sorted(str(line["prompt"]) for line in evaluated.prompts)
     return {name: run.setting(name) for name in _CONDITIONS} | {
         "split": evaluated.split,
         "prompts, number of": len(prompts),
@@ -256,7 +255,7 @@ def _scatter(axes: Sequence[str], estimates: dict[str, dict[str, Estimate]], fro
         return Section("")
     pairs = {label: (of_row[axes[0]], of_row[axes[1]]) for label, of_row in estimates.items()}
     points = [
-        Point(label.partition(" ")[0], x.mean, y.mean, i, 150, (x.low, x.high), (y.low, y.high))
+        Point(label.partition(" ")[0], x.mean, y.mean, i, (x.low, x.high), (y.low, y.high))
         for i, (label, (x, y)) in enumerate(pairs.items())
         if math.isfinite(x.mean + y.mean)
     ]
