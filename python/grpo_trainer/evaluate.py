@@ -104,15 +104,14 @@ def evaluate(
     return Result(metrics | {name: _mean(values) for name, values in measures.items()}, lines, embedder.name)
 
 
-def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased estimate of the probability that one of k samples is correct, given `correct` of n."""
-    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
-
 def estimate_pass_at_k(correct: Sequence[float], k: int) -> float:
-    """pass@k from samples marked 1, 0, or NaN if ungraded; NaN if fewer than k are graded."""
+    """Unbiased estimate of the probability that one of k samples is correct; NaN if fewer than k are graded.
+
+    The samples are marked 1, 0, or NaN if ungraded.
+    """
     graded = [value for value in correct if not math.isnan(value)]
-    return pass_at_k(len(graded), round(sum(graded)), k) if len(graded) >= k else math.nan
+    n, wrong = len(graded), graded.count(0)
+    return 1.0 - math.comb(wrong, k) / math.comb(n, k) if n >= k else math.nan
 
 
 def _measures(

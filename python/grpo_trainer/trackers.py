@@ -8,6 +8,7 @@ accelerate's trackers have neither histograms nor, for two of the three, tables.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -46,21 +47,19 @@ class Tensorboard:
 
 
 class Wandb:
-    name = "wandb"
+    """wandb, and trackio, which has its functions but identifies a run by its name."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.module = recipe, _import(self.name, self.name)
+    def __init__(self, recipe: Recipe, package: str = "wandb") -> None:
+        self.recipe, self.package, self.module = recipe, package, _import(package, package)
 
     def open(self) -> None:
-        recipe, refusals = self.recipe, getattr(self.module, "Error", ())
+        recipe, run_id = self.recipe, _run_id(self.recipe)
         run = {"project": recipe.logging.project, "config": recipe.model_dump(), "resume": "allow"}
+        run |= {"name": f"{recipe.name}-{run_id}"} if self.package == "trackio" else {"name": recipe.name, "id": run_id}
         try:
-            self.module.init(**run, **self.identity(_run_id(recipe)))
-        except refusals as error:  # such as that nobody has logged in
-            raise ValueError(f"logging.to: {self.name} refuses the run: {' '.join(str(error).split())}") from error
-
-    def identity(self, run_id: str) -> dict[str, str]:
-        return {"name": self.recipe.name, "id": run_id}
+            self.module.init(**run)
+        except getattr(self.module, "Error", ()) as error:  # such as that nobody has logged in
+            raise ValueError(f"logging.to: {self.package} refuses the run: {' '.join(str(error).split())}") from error
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.module.log(dict(values), step=step)
@@ -76,19 +75,10 @@ class Wandb:
         self.module.finish()
 
 
-class Trackio(Wandb):
-    """trackio has the functions of wandb, but identifies a run by its name."""
-
-    name = "trackio"
-
-    def identity(self, run_id: str) -> dict[str, str]:
-        return {"name": f"{self.recipe.name}-{run_id}"}
-
-
 TRACKERS: dict[str, Callable[[Recipe], Tensorboard | Wandb]] = {
     "tensorboard": Tensorboard,
     "wandb": Wandb,
-    "trackio": Trackio,
+    "trackio": functools.partial(Wandb, package="trackio"),
 }
 
 

@@ -9,9 +9,6 @@ import random
 from typing import Any
 
 import pytest
-
-pytest.importorskip("scipy")
-
 from grpo_trainer.report.compare import bootstrap_interval, compare, sign_flip_p, t_interval
 
 

@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("matplotlib")
-pytest.importorskip("scipy")
-
 from grpo_trainer.report.compare import t_interval
 from grpo_trainer.report.comparison import differences, select, write_comparison, write_evaluation
 from grpo_trainer.report.run_folder import Evaluated

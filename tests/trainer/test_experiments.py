@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("matplotlib")
-
 from tests.trainer import small
 from tools import experiments
 

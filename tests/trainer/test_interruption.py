@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
-pytest.importorskip("matplotlib")
-
 from grpo_trainer import checkpoint, cli, evaluate, interruption, setup, sft
 from grpo_trainer import train as training
 
@@ -28,7 +20,6 @@ OVERRIDES = ("sft.steps=2", "rl.steps=3", "evaluation={every: 1, batch: 4}", "ch
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda handle: None)
     monkeypatch.setattr("grpo_trainer.report.run_page.write_report", lambda folder: folder / "report.html")
     monkeypatch.setattr("grpo_trainer.report.run_page.summary", lambda folder: "")
 
@@ -118,29 +109,3 @@ def test_commands_end_without_a_traceback(
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "interrupted\n"
-
-
-BAR = """
-import time
-from pathlib import Path
-from grpo_trainer.log import Log
-from tests.trainer import small
-log = Log(small.recipe(Path("run"), "logging.progress=true"))
-for step in (1, 2, 3):
-    time.sleep(0.2)
-    log.progress("rl", step, 100, {"rewards/mean": 0.4567, "train/kl_mean": 0.0012, "speed/tokens_per_second": 12345.6})
-log.close()
-"""
-
-
-@pytest.mark.full
-def test_the_progress_bar_fits_a_narrow_terminal() -> None:
-    """Time left, reward and tokens a second are readable in 80 columns."""
-    pty = pytest.importorskip("pty")
-    main, terminal = pty.openpty()
-    environment = os.environ | {"COLUMNS": "80", "TERM": "xterm"}
-    process = subprocess.Popen([sys.executable, "-c", BAR], stderr=terminal, stdout=terminal, env=environment)
-    assert process.wait() == 0
-    printed = os.read(main, 65536).decode()
-    line = [part for part in printed.replace("\r", "\n").split("\n") if "3/100" in part][-1]
-    assert all(text in line for text in ("00:", "reward 0.457", "tokens/s 12,346")), line

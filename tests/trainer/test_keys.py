@@ -21,14 +21,13 @@ from unittest import mock
 import pytest
 import torch
 
-pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from grpo_trainer import embed, engine, rollout
+from grpo_trainer import cli, embed, engine, rollout
 from grpo_trainer.checkpoint import save_policy
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Recipe
-from grpo_trainer.recipes import override, read_yaml, section_in, validated
+from grpo_trainer.recipes import override, read_yaml, validated
 from grpo_trainer.setup import set_up
 from grpo_trainer.train import train
 from transformers import AutoConfig
@@ -38,11 +37,12 @@ from tests.trainer import small
 
 HERE = "tests.trainer.test_keys"
 SMALL = (
-    "data.options={demonstrations: 24, train: 12, validation: 2, test: 2, boxes: 0.0}",
-    "sft={steps: 1, batch: 8, micro_batch: 8, optimizer: {lr: 0.01}}",
-    "rl={steps: 2, num_iterations: 1, minibatches: 1, micro_batch: 16, optimizer: {lr: 0.01}, rewards: [{name: "
+    "data={task: null, train: <data>, validation: <data>, test: <data>}",
+    "sft={steps: 3, batch: 8, micro_batch: 8, optimizer: {lr: 0.01}}",
+    "rl={steps: 3, num_iterations: 3, minibatches: 1, micro_batch: 16, optimizer: {lr: 0.01}, rewards: [{name: "
     "'tests.trainer.small:digits'}], rollout: {prompts: 4, num_generations: 4, max_completion_length: 6}}",
-    "evaluation.every=0",
+    f"evaluation={{every: 0, samples: 2, embedder: hashed, rewards: [{{name: '{HERE}:lengths'}}]}}",
+    "checkpoints.every=1",
 )
 LINES = [
     {
@@ -56,17 +56,7 @@ LINES = [
 ]
 
 
-def keys(kind: Any = Recipe, where: str = "") -> Iterator[str]:
-    """Keys with a value, and optional sections."""
-    for name, field in kind.model_fields.items():
-        nested, path = section_in(field.annotation), f"{where}{name}"
-        if nested is None or field.default is None or isinstance(field.default, list):
-            yield path
-        if nested is not None:
-            yield from keys(nested, f"{path}.0." if isinstance(field.default, list) else f"{path}.")
-
-
-KEYS = [*keys()]
+KEYS = [line.partition(" (")[0].replace("[]", ".0") for line in cli._keys(Recipe) if ", default " in line]
 # Another value of each key, as in a recipe; <name> is a file or a folder.
 OTHER = f"""
 seed: 1
@@ -79,8 +69,9 @@ model.:
   {{banned: [7, "4"], reference_model_path: <sibling>, gradient_checkpointing: true, chat_template: true,
   chat_template_options: {{tone: calmly}}, max_prompt_length: 19}}
 data:
-  {{task: strategies, options: {{test: 4}}, train: <other>, sft: <other>, validation: <other>, test: <other>, limit: 1,
-  prompt: question, template: "so {{prompt}}", demonstration: solution, demonstration_template: "so {{solution}}"}}
+  {{task: strategies, options: {{demonstrations: 24, train: 9, test: 4}}, limit: 1, prompt: question,
+  train: <other>, sft: <other>, validation: <other>, test: <other>, template: "so {{prompt}}",
+  demonstration: solution, demonstration_template: "so {{solution}}"}}
 sft: {{steps: 2, batch: 4, micro_batch: 4, polychromic: {{weight: 0.3, among: batch}}, optimizer: &optimizer
   {{lr: 0.02, betas: [0.5, 0.6], eps: 0.1, weight_decay: 0.5, warmup: 2, schedule: constant, final: 0.9,
   grad_clip: 1e-4}}}}
@@ -106,24 +97,21 @@ evaluation:
   solved_quantile: 1.0, max_completion_length: 3}}
 evaluation.rewards.0: *reward
 logging: {{every: 2, progress: true, samples: 1}}
-checkpoints: {{every: 1, keep: 1}}
+checkpoints: {{every: 0, keep: 1}}
 """
 SECTIONS: dict[str, Any] = {
     **dict.fromkeys(("sft", "rl")),
-    **{f"{part}.rewards": [{"name": f"{HERE}:lengths"}] for part in ("rl", "evaluation")},
+    **{f"{part}.rewards": [{"name": f"{HERE}:equal"}] for part in ("rl", "evaluation")},
     "model.lora": {"rank": 2},
     **{key: {"embedder": "hashed"} for key in ("sft.polychromic", "rl.algorithm.similarity")},
     "rl.algorithm.critic": {"lr": 0.1},
 }
 CLUSTERS = ("rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed}}",)
 CRITIC = ("rl.algorithm={name: group_ppo, critic: {}}",)
-FILES = ("data={task: null, train: '<data>', test: '<data>'}",)
+TASK = ("data={task: arithmetic, options: {demonstrations: 24, train: 12, validation: 2, test: 3}}",)
 LORA = ("model.lora={rank: 2, dropout: 0.5}", "rl.dropout=true")
 SAVED = ("model.path=<saved>",)
-SAMPLED = ("evaluation={every: 0, samples: 2, embedder: hashed}",)
-GRADED = (f"evaluation.rewards=[{{name: '{HERE}:lengths'}}]",)
 BROKEN, SLOW = (f"rewards=[{{name: '{HERE}:{name}'}}]" for name in ("not_a_number", "slow"))
-OFTEN = ("rl.num_iterations=4",)
 # Overrides for both runs, by a key or, with a dot at the end, the beginning of keys; the first one that fits.
 GIVEN: dict[str, tuple[str, ...]] = {
     "model.lora.": LORA,
@@ -131,29 +119,19 @@ GIVEN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("model.reference_model_path", "model.trust_remote_code", "model.chat_template"), SAVED),
     "model.four_bit": (*SAVED, *LORA),
     "model.chat_template_options": (*SAVED, "model.chat_template=true"),
-    "data.task": ("data.options={test: 4}",),
-    "data.options": (),
-    "data.": FILES,
-    "sft.polychromic": FILES,
-    "sft.polychromic.": (*FILES, "sft.polychromic={embedder: hashed}"),
-    **dict.fromkeys(("sft.optimizer.", "rl.optimizer."), ("sft.steps=3", "rl.steps=3")),  # for a schedule
+    **dict.fromkeys(("data.task", "data.options", "model.tiny.vocabulary", "model.max_prompt_length"), TASK),
+    "sft.polychromic.": ("sft.polychromic={embedder: hashed}",),
     "rl.dropout": LORA,
     **{f"{part}.rewards.0.on_error": (f"{part}.{BROKEN}",) for part in ("rl", "evaluation")},
     **{f"{part}.rewards.0.timeout": (f"{part}.{SLOW}",) for part in ("rl", "evaluation")},
-    "evaluation.rewards.0.": GRADED,
     "rl.rollout.keep_support": ("rl.rollout.top_k=3",),
     **dict.fromkeys(("rl.rollout.vllm.", "rl.algorithm.correction"), ("rl.rollout.engine=vllm",)),
-    **dict.fromkeys(("rl.algorithm.epsilon", "rl.algorithm.epsilon_high"), OFTEN),
     "rl.algorithm.similarity.tail": (*CLUSTERS, "rl.algorithm.similarity.unfinished=tail"),
     "rl.algorithm.similarity.": CLUSTERS,
     "rl.algorithm.critic": ("rl.algorithm.name=group_ppo",),
-    "rl.algorithm.critic.clip": (*CRITIC, *OFTEN),
     **dict.fromkeys(("rl.algorithm.critic.", "rl.algorithm.segments", "rl.algorithm.sparse"), CRITIC),
     "rl.algorithm.drop_flat": (f"rl.rewards=[{{name: '{HERE}:equal'}}]",),
     "rl.algorithm.set_size": ("rl.algorithm={name: polychromic, similarity: {embedder: hashed}}",),
-    **dict.fromkeys(("evaluation.samples", "evaluation.temperature", "evaluation.pass_k"), SAMPLED),
-    "evaluation.solved_quantile": (*FILES, "data.validation=<data>", *GRADED),
-    "checkpoints.keep": ("checkpoints.every=1",),
 }
 # Keys whose effect is tested elsewhere, by file.
 ELSEWHERE = {
@@ -169,20 +147,17 @@ ELSEWHERE = {
 
 
 def others(values: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
-    """Another value of each key that has no keys below it."""
+    """Another value of each key."""
     for name, value in values.items():
         path = f"{where}{name}".replace("..", ".")
-        if path in KEYS and not any(key.startswith(f"{path}.") for key in KEYS):
-            yield path, value
-        else:
-            yield from others(value, f"{path}.")
+        yield from [(path, value)] if path in KEYS else others(value, f"{path}.")
 
 
 def fits(name: str, key: str) -> bool:
     return key == name or (name.endswith(".") and key.startswith(name))
 
 
-VALUES = dict(others(read_yaml(OTHER, "OTHER"))) | SECTIONS
+VALUES = dict(others(read_yaml(OTHER, "OTHER")))
 
 
 def not_a_number(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
@@ -224,8 +199,6 @@ def content_of(files: dict[str, str], *overrides: str) -> str:
     for assignment in (*SMALL, *overrides):
         for name, path in files.items():
             assignment = assignment.replace(f"<{name}>", path)
-        if assignment.startswith("data={"):
-            values["data"] = {}
         override(values, assignment)
     content: str = validated(Recipe, values).model_dump_json()
     return content
@@ -254,7 +227,6 @@ def done_by(content: str, folder: Path) -> Any:
         names = ((Policy, "forward"), (Policy, "_run_after_shared_prompts"), (rollout, "_sample"), (backends, "select"))
         for owner, *name in (*names, (AutoConfig, "from_pretrained", "trust_remote_code")):
             stack.enter_context(counted(owner, *name))
-        stack.enter_context(mock.patch("os.fsync"))
         stack.enter_context(contextlib.redirect_stderr(printed))
         try:
             train(recipe)
@@ -269,9 +241,10 @@ def done_by(content: str, folder: Path) -> Any:
 
 
 def test_every_key_has_an_entry() -> None:
-    assert sorted(KEYS) == sorted([*VALUES, *(key for names in ELSEWHERE.values() for key in names)])
+    elsewhere = [key for names in ELSEWHERE.values() for key in names]
+    assert sorted(KEYS) == sorted([*VALUES, *elsewhere]) and len(KEYS) > 120
     assert all((Path(__file__).parent / name).exists() for name in ELSEWHERE)
-    assert {name for key in KEYS for name in GIVEN if fits(name, key)} == {*GIVEN}
+    assert {name for key in (*KEYS, *SECTIONS) for name in GIVEN if fits(name, key)} == {*GIVEN}
 
 
 @pytest.fixture(scope="module")
@@ -280,10 +253,10 @@ def top(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("key", VALUES)
+@pytest.mark.parametrize("key", [*VALUES, *SECTIONS])
 def test_every_key_changes_something(key: str, files: dict[str, str], top: Path) -> None:
     given = next((more for name, more in GIVEN.items() if fits(name, key)), ())
-    contents = [content_of(files, *given), content_of(files, *given, f"{key}={json.dumps(VALUES[key])}")]
+    contents = [content_of(files, *given), content_of(files, *given, f"{key}={json.dumps((VALUES | SECTIONS)[key])}")]
     # many keys share a run
     seen = [done_by(content, top / hashlib.sha256(content.encode()).hexdigest()) for content in contents]
     is_different = seen[0] != seen[1]  # outside the assertion, as observations may be long

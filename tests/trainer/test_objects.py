@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
 pytest.importorskip("peft")
 
 from grpo_trainer import checkpoint

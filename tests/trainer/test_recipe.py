@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("pydantic")
-
 from grpo_trainer import cli
 from grpo_trainer.algorithm import Plan, assign_credit
 from grpo_trainer.recipe import Algorithm, Recipe, Rl
@@ -39,16 +35,13 @@ def made(changes: str) -> Recipe:
     ("changes", "message"),
     [
         ("sead=1", "sead: no such key; the nearest is 'seed', all are backend, checkpoints, data"),
-        ("model.paht=x", "model.paht: no such key; the nearest is 'path'"),
         ("rl.rewards=[{nme: exact}]", "rl.rewards.0.nme: no such key; the nearest is 'name'"),
         ("seed=one", "seed: must be of type integer, got 'one'"),
         ("seed=true", "seed: must be of type integer, got True"),
         ("model.dtype=float23", "model.dtype: must be .*, got 'float23'; the nearest is 'float32'$"),
         ("logging.to=[wandbb]", "logging.to.0: must be .*, got 'wandbb'; the nearest is 'wandb'$"),
         ("model=3", "model: must be a mapping, got int 3$"),
-        ("model.lora=true", "model.lora: must be a mapping, got bool True$"),
         ("rl.rewards=exact", "rl.rewards: must be of type list, got 'exact'$"),
-        ("data.options=null", "data.options: must be of type dictionary, got None$"),
         ("data.task=null", "data.train: must be given with task: null, got None$"),
         ("data.train=mine.jsonl", "data.train: must be null with task: arithmetic; .*, got 'mine.jsonl'$"),
         ("data={template: '{a}', prompt: b}", "data.prompt: must be left out with template, .* got 'b'$"),
@@ -59,11 +52,8 @@ def made(changes: str) -> Recipe:
         ("model={four_bit: true, lora: {}}", "model.path: must be a folder or a .* four_bit: true, got 'tiny'"),
         ("model={dtype: bfloat16, mixed_precision: bf16}", "model.dtype: must be float32 with mixed_precision: bf16"),
         ("output='runs/{nmae}'", r"output: must have no other braces than .*, got 'runs/\{nmae\}'$"),
-        ("sft.steps=0", "sft.steps: must be greater than 0, got 0$"),
-        ("sft.optimizer.betas=[0.9]", r"sft.optimizer.betas: .* at least 2 items .*, got \[0.9\]$"),
         ("sft.optimizer.lr=.nan", "sft.optimizer.lr: must be a finite number, got nan$"),
         (f"{BATCHES} + sft.batch=257", "sft.batch: must be from 2 to 256 .*, got 257$"),
-        ("rl.rollout.top_p=1.5", "rl.rollout.top_p: must be less than or equal to 1, got 1.5$"),
         ("rl.rollout.min_completion_length=40", "rl.rollout.min_completion_length: must not exceed max_"),
         ("rl.rollout.keep_support=true", "rl.rollout.keep_support: must be false without top_p or top_"),
         ("rl.rollout.vllm.sleep=false", "rl.rollout.vllm: must be left out with engine: transform"),

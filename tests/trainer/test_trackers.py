@@ -16,10 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
-
 from grpo_trainer.log import Log
 from grpo_trainer.setup import set_up
 from grpo_trainer.train import train
@@ -96,6 +92,18 @@ def test_everything_arrives_with_its_step_and_a_resumed_run_continues(
     other = small.recipe(tmp_path / "other", "logging.to=[wandb]")
     Log(other).open()
     assert fakes["wandb"].begun[-1]["id"] != fakes["wandb"].begun[0]["id"]
+
+
+def test_the_progress_line_of_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    log = Log(small.recipe(tmp_path, "logging.progress=true"))
+    log.progress("rl", 1, 100, {"rewards/mean": 0.4567, "train/kl_mean": 0.0012, "speed/tokens_per_second": 12345.6})
+    log.line("a line above")
+    log.close()
+    printed = capsys.readouterr().err
+    assert "1/100" in printed and "reward 0.457, KL 0.001, tokens/s 12,346" in printed and "\ra line above\n" in printed
 
 
 def test_undefined_values_are_left_out(tmp_path: Path, fakes: dict[str, Fake]) -> None:
