@@ -178,12 +178,9 @@ def evaluate_and_log(run: Run, split: str, phase: str, step: int) -> dict[str, f
 
 
 def evaluate_model(recipe: Recipe, path: str, split: str) -> Result:
-    """Evaluates another model, or adapters, on a split of the recipe's data.
+    """Evaluates another model, or adapters that the recipe's model was trained with, on a split of the recipe's data.
 
-    Args:
-        recipe: data, rewards and sampling.
-        path: folder or hub name of a model, or folder of adapters that the recipe's model was trained with.
-        split: "train", "validation" or "test".
+    `path` is a folder or a hub name, and `split` "train", "validation" or "test".
     """
     is_adapter = (Path(path) / "adapter_config.json").exists()
     if is_adapter:

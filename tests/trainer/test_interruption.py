@@ -75,7 +75,8 @@ def test_a_run_stops_at_a_step_and_resumes_with_the_same_bits(
     handlers = [signal.getsignal(number) for number in interruption.SIGNALS]
     is_twice = moment.endswith("twice")
     with monkeypatch.context() as patch:
-        patch.setattr(interruption, "SAME_SECONDS", -1.0 if is_twice else 1.0)
+        if is_twice:
+            patch.setattr(interruption, "SAME_SECONDS", -1.0)
         patch.setattr(module, name, raising(getattr(module, name), call, *numbers))
         assert cli.main(command(tmp_path, *["--fresh"] * is_twice)) == status
     assert handlers == [signal.getsignal(number) for number in interruption.SIGNALS]

@@ -96,17 +96,9 @@ class Row(NamedTuple):
 
 
 def write_comparison(folders: Sequence[Path], output: Path) -> Path:
-    """Writes comparison.html and comparison.json of several runs.
+    """Writes comparison.html and comparison.json of several runs, and returns the path of the page.
 
-    Args:
-        folders: the runs' folders; those that do not compare are left out with a reason.
-        output: folder of the page, created if needed.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        ValueError: if no run has a final evaluation.
+    Runs that do not compare are left out with a reason; it is an error if no run is left.
     """
     rows, left_out = select(folders)
     for path, reason in left_out.items():
@@ -123,14 +115,7 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
 def write_evaluation(results: Mapping[str, Mapping[str, Any]], recipe: Recipe, split: str, output: Path) -> Path:
     """Writes evaluation.html and evaluation.json of models that were evaluated on the same prompts.
 
-    Args:
-        results: the JSON of the evaluations' results by the models' names.
-        recipe: the recipe that they were evaluated with.
-        split: the split.
-        output: folder of the page, created if needed.
-
-    Returns:
-        Path of the page.
+    `results` are the JSON of evaluations by the models' names. Returns the path of the page.
     """
     rows = [Row(f"{i} {name}", {"": Evaluated(content)}, []) for i, (name, content) in enumerate(results.items(), 1)]
     lead = f"{len(rows[0].first.prompts)} prompts of the {split} split, evaluated with the recipe {recipe.name}."

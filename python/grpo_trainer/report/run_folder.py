@@ -23,11 +23,9 @@ def number(value: Any) -> float:
 
 
 class Evaluated:
-    """An evaluation.
+    """An evaluation: a line of evaluations.jsonl, or the JSON of a result.
 
-    Args:
-        content: a line of evaluations.jsonl, or the JSON of a result.
-        solved: reward from which a response is correct, unless the content says so itself.
+    `solved` is the reward from which a response is correct, unless the content says so itself.
     """
 
     def __init__(self, content: Mapping[str, Any], solved: float = 1.0) -> None:
@@ -64,14 +62,7 @@ class Evaluated:
 
 
 class RunFolder:
-    """Contents of a run's folder.
-
-    Args:
-        path: the folder.
-
-    Raises:
-        FileNotFoundError: if it has neither recipe.yaml nor metrics.jsonl.
-    """
+    """Contents of a run's folder, which must have a recipe.yaml or metrics.jsonl."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
