@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -109,10 +110,8 @@ def train(arguments: Sequence[str]) -> int:
 
 def _print(text: str) -> int:
     """Prints a text of which the reader, such as head, may want the beginning only."""
-    try:
+    with contextlib.suppress(BrokenPipeError):
         print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it ends
     return 0
 
 

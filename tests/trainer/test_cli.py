@@ -52,9 +52,9 @@ def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         status = cli.main(arguments)
     except SystemExit as error:
         status = error.code  # type: ignore[assignment]
-    printed = capsys.readouterr().err
-    assert status == 2 and "Traceback" not in printed
-    return printed
+    printed = capsys.readouterr()
+    assert status == 2 and "Traceback" not in printed.err and "  reward " not in printed.out
+    return printed.err
 
 
 def test_commands_say_what_there_is(
@@ -320,8 +320,8 @@ def test_notes_on_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_threads_are_set_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("os.getloadavg", lambda: (1.0, 0, 0))
+    monkeypatch.setattr("os.getloadavg", lambda: (2.0, 0, 0))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(9)), raising=False)
-    for threads, expected in ((3, 3), (None, 4)):
+    for threads, expected in ((4, 4), (None, 3)):
         cli._set_threads(threads)
         assert torch.get_num_threads() == expected

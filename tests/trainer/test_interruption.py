@@ -15,6 +15,7 @@ from grpo_trainer import train as training
 from tests.trainer import small
 from tests.trainer.small import assert_equal_runs
 
+HANDLERS = [signal.getsignal(number) for number in interruption.SIGNALS]
 OVERRIDES = ("sft.steps=2", "rl.steps=3", "evaluation={every: 1, batch: 4}", "checkpoints.every=2")
 
 
@@ -72,14 +73,13 @@ def test_a_run_stops_at_a_step_and_resumes_with_the_same_bits(
     moment: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     module, name, call, numbers, status, said = MOMENTS[moment]
-    handlers = [signal.getsignal(number) for number in interruption.SIGNALS]
     is_twice = moment.endswith("twice")
     with monkeypatch.context() as patch:
         if is_twice:
             patch.setattr(interruption, "SAME_SECONDS", -1.0)
         patch.setattr(module, name, raising(getattr(module, name), call, *numbers))
         assert cli.main(command(tmp_path, *["--fresh"] * is_twice)) == status
-    assert handlers == [signal.getsignal(number) for number in interruption.SIGNALS]
+    assert [signal.getsignal(number) for number in interruption.SIGNALS] == HANDLERS
     stderr = capfd.readouterr().err
     assert said in stderr and stderr.count(ASKED) == 1 and "Traceback" not in stderr
     assert ("--resume in place of --fresh\n" if is_twice else ON) in stderr

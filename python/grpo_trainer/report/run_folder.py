@@ -72,7 +72,7 @@ class RunFolder:
             raise FileNotFoundError(f"report: folder must have a recipe.yaml or metrics.jsonl, got {path}{way_out}")
         self.unreadable: list[str] = []
         try:
-            self.recipe: Line = yaml.safe_load((self.path / "recipe.yaml").read_text("utf-8"))
+            self.recipe: Line = yaml.safe_load((self.path / "recipe.yaml").read_text("utf-8")) or {}
         except (OSError, yaml.YAMLError):
             self.recipe = {}
             self.unreadable.append("recipe.yaml")
