@@ -89,9 +89,9 @@ def test_everything_arrives_with_its_step_and_a_resumed_run_continues(
         assert [step for step, _ in histograms] == [3, 4] and sum(histograms[0][1][0]) == 8
         ends = histograms[0][1][1][[0, -1]].tolist()
         assert ends == pytest.approx([first["rewards/min"], first["rewards/max"]])
-    other = small.recipe(tmp_path / "other", "logging.to=[wandb]")
-    Log(other).open()
-    assert fakes["wandb"].begun[-1]["id"] != fakes["wandb"].begun[0]["id"]
+    Log(small.recipe(tmp_path / "other", "logging.to=[wandb, trackio]")).open()
+    for name, key in (("wandb", "id"), ("trackio", "name")):
+        assert fakes[name].begun[-1][key] != fakes[name].begun[0][key]
 
 
 def test_the_progress_line_of_a_terminal(
