@@ -255,7 +255,7 @@ def _evaluate(options: argparse.Namespace, overrides: list[str], models: list[st
             raise ValueError("MODEL: must be './tiny' for the folder, got 'tiny', the model that a recipe makes anew")
     if options.json is not None:  # fails before the evaluation, whose results would be lost
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.touch()
+        options.json.open("a").close()
     if options.report is not None:
         options.report.mkdir(parents=True, exist_ok=True)
     results = {model: evaluate_model(recipe, model, options.split).to_json() for model in models}
