@@ -29,7 +29,8 @@ import pandas as pd
 import torch
 from grpo_trainer import recipes
 from grpo_trainer.recipe import Recipe
-from grpo_trainer.report import compare, write_comparison
+from grpo_trainer.report.compare import compare
+from grpo_trainer.report.comparison import write_comparison
 from grpo_trainer.report.run_folder import Evaluated, RunFolder
 from grpo_trainer.tasks import load_task
 from grpo_trainer.train import train

@@ -112,7 +112,7 @@ def folder_of(recipe: Recipe, phase: str, step: int) -> Path:
 def save(recipe: Recipe, policy: Policy, optimizer: torch.optim.Optimizer, state: State, log: Log) -> None:
     """Writes a checkpoint from the main process and removes old ones; all processes must call it."""
     weights = distributed.full_state_dict(policy.lm) if policy.is_sharded else None
-    critic_weights = None if policy.critic is None else distributed.full_state_dict(policy.critic.lm)
+    critic = None if policy.critic is None else distributed.full_state_dict(policy.critic.lm)
     moments, steps = _moments(optimizer)
     with distributed.fail_together():
         if not distributed.is_main_process():
@@ -120,7 +120,7 @@ def save(recipe: Recipe, policy: Policy, optimizer: torch.optim.Optimizer, state
         from safetensors.torch import save_file
 
         with _atomic_folder(folder_of(recipe, state.phase, state.step)) as folder:
-            save_policy(policy, folder / "model", weights, critic_weights)
+            save_policy(policy, folder / "model", weights, critic)
             save_file(moments, folder / "optimizer.safetensors")
             content = dataclasses.asdict(state) | {"optimizer_steps": steps, "recipe": _binding(recipe)}
             (folder / "state.json").write_text(to_json(content, indent=1) + "\n")
@@ -131,13 +131,7 @@ def save(recipe: Recipe, policy: Policy, optimizer: torch.optim.Optimizer, state
 
 
 def restore_policy(recipe: Recipe, state: State, initial: Policy) -> Policy:
-    """Loads the policy of a checkpoint.
-
-    Args:
-        recipe: the recipe.
-        state: the checkpoint.
-        initial: the policy that the run began with: adapters are loaded onto it, and other models are of its kind.
-    """
+    """Loads the policy of a checkpoint: adapters onto the `initial` policy of the run, or a model of its class."""
     from safetensors.torch import load_file, load_model
 
     folder = folder_of(recipe, state.phase, state.step) / "model"
@@ -180,14 +174,8 @@ def restore_optimizer(recipe: Recipe, state: State, optimizer: torch.optim.Optim
 
 
 def load_reference(recipe: Recipe, policy: Policy, step: int, lm: Any = None) -> Reference:
-    """Reference of the KL term: another model, or the policy at the start of RL, which is the checkpoint rl-0.
-
-    Args:
-        recipe: the recipe, which may name another model.
-        policy: the policy.
-        step: steps of RL that are done.
-        lm: another model, of the caller's.
-    """
+    """Reference of the KL term: another model (the caller's `lm`, or that of the recipe), or the policy at the start
+    of RL, which is the checkpoint rl-0. `step` is the number of steps that are done."""
     settings = recipe.model
     if settings.reference_model_path is not None or lm is not None:
         return Reference(policy, settings, lm=lm)
@@ -210,18 +198,11 @@ def load_reference(recipe: Recipe, policy: Policy, step: int, lm: Any = None) ->
 
 
 def save_policy(
-    policy: Policy,
-    folder: Path,
-    weights: dict[str, Tensor] | None = None,
-    critic_weights: dict[str, Tensor] | None = None,
+    policy: Policy, folder: Path, weights: dict[str, Tensor] | None = None, critic: dict[str, Tensor] | None = None
 ) -> None:
     """Saves a model for transformers and peft, with value head and critic beside it.
 
-    Args:
-        policy: the policy.
-        folder: folder for safetensors, config and tokenizer.
-        weights: weights of the language model, where this process holds only part of them.
-        critic_weights: weights of a separate critic, if there is one.
+    `weights` are those of the language model where this process holds only part of them.
     """
     from safetensors.torch import save_file
 
@@ -231,8 +212,8 @@ def save_policy(
     head = (policy.critic or policy).value_head
     if head is not None:
         save_file(dict(head.state_dict()), folder / "value_head.safetensors")
-    if critic_weights is not None:
-        save_file({name: value.contiguous() for name, value in critic_weights.items()}, folder / "critic.safetensors")
+    if critic is not None:
+        save_file({name: value.contiguous() for name, value in critic.items()}, folder / "critic.safetensors")
 
 
 def keep_base(recipe: Recipe, policy: Policy) -> None:
@@ -253,8 +234,8 @@ def keep_base(recipe: Recipe, policy: Policy) -> None:
 def _checkpoints(recipe: Recipe) -> list[Path]:
     """Folders of all checkpoints, oldest first; those with other names are the user's."""
     names = [(path.name.partition("-"), path) for path in (recipe.folder / "checkpoints").glob("*-*")]
-    folders = [(phase, int(step), path) for (phase, _, step), path in names if phase in PHASES and step.isdecimal()]
-    return [path for _, _, path in sorted(folders, key=lambda folder: (PHASES.index(folder[0]), folder[1]))]
+    known = [(PHASES.index(of), int(n), path) for (of, _, n), path in names if of in PHASES and n.isdecimal()]
+    return [path for _, _, path in sorted(known)]
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -281,11 +262,8 @@ def _explaining_damage(folder: Path) -> Iterator[None]:
 
 def _binding(recipe: Recipe) -> dict[str, Any]:
     """The values of a recipe that determine a run's results, by their paths."""
-    values = flat(recipe.model_dump())
-    return {path: value for path, value in values.items() if not f"{path}.".startswith(_MAY_CHANGE_PREFIXES)}
-
-
-_MAY_CHANGE_PREFIXES = tuple(f"{path}." for path in _MAY_CHANGE)
+    free = tuple(f"{key}." for key in _MAY_CHANGE)
+    return {path: value for path, value in flat(recipe.model_dump()).items() if not f"{path}.".startswith(free)}
 
 
 def _refuse_other_recipe(folder: Path, stored: Mapping[str, Any], recipe: Recipe) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -41,6 +42,42 @@ examples:
 """
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status; errors that a user can fix are reported in one line."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    commands = {"train": train, "eval": evaluate, "report": report}
+    if not given or given[0] not in commands:
+        examples = f"{_TRAIN_EXAMPLES}{_EVAL_EXAMPLES}{_REPORT_EXAMPLES}"
+        parser = _parser("grpo", "Train language models with GRPO.", examples)
+        parser.add_argument("command", choices=commands, help="train a recipe, evaluate a model, or report on a run")
+        parser.parse_args(given[:1] or ["--help"])
+    try:
+        return commands[given[0]](given[1:])
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except Exception as error:
+        line = _line_of(error)
+        if line is None or os.environ.get("GRPO_TRACEBACK"):
+            raise
+        sys.stderr.write(f"error: {line}\n")  # at once, as several processes may print theirs
+        return 2
+
+
+def _line_of(error: Exception) -> str | None:
+    """The line that reports an error; None for one that is a fault of the trainer."""
+    if isinstance(error, ModuleNotFoundError):
+        if error.name is None:  # transformers' own, of a module whose import fails for another reason
+            return f"{' '.join(str(error).split())} Cause: {error.__cause__ or error.__context__}"
+        return f'{error}; the trainer\'s requirements come with pip install "grpo-kernels[trainer]"'
+    if isinstance(error, FileNotFoundError):
+        from grpo_trainer.messages import nearest_file
+
+        return f"{error}{nearest_file(error.filename)}"
+    is_ours = type(error).__module__.startswith("grpo_trainer.")
+    return str(error) if is_ours or isinstance(error, ValueError | TypeError | OSError | FloatingPointError) else None
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose error about an unknown option names the nearest one, or says how to set a recipe's key."""
 
@@ -57,18 +94,13 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"train": train, "eval": evaluate, "report": report}
-    if given and given[0] in commands:
-        return commands[given[0]](given[1:])
-    parser = _parser("grpo", "Train language models with GRPO.", f"{_TRAIN_EXAMPLES}{_EVAL_EXAMPLES}{_REPORT_EXAMPLES}")
-    parser.add_argument("command", choices=commands, help="train a recipe, evaluate a model, or report on a run")
-    if given in ([], ["--help"], ["-h"]):
-        parser.print_help()
-        return 0
-    parser.parse_args(given[:1])
-    return 2
+def _refuse_repeated(parser: argparse.ArgumentParser, overrides: Sequence[str]) -> None:
+    """Refuses a key that is set twice, of which only the last value would count."""
+    by_key: dict[str, str] = {}
+    for assignment in overrides:
+        first = by_key.setdefault(assignment.partition("=")[0], assignment)
+        if first is not assignment:
+            parser.error(f"a key can be set once, got {first} and {assignment}")
 
 
 def _parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
@@ -99,24 +131,13 @@ def train(arguments: Sequence[str]) -> int:
     if options.resume and options.fresh:
         parser.error("--resume continues the run that --fresh deletes")
     _refuse_repeated(parser, options.overrides)
-    return _run(lambda: _train(options))
-
-
-def _refuse_repeated(parser: argparse.ArgumentParser, overrides: Sequence[str]) -> None:
-    """Refuses a key that is set twice, of which only the last value would count."""
-    by_key: dict[str, str] = {}
-    for assignment in overrides:
-        first = by_key.setdefault(assignment.partition("=")[0], assignment)
-        if first is not assignment:
-            parser.error(f"a key can be set once, got {first} and {assignment}")
+    return _train(options)
 
 
 def _print(text: str) -> int:
     """Prints a text of which the reader, such as head, may want the beginning only."""
-    try:
+    with contextlib.suppress(BrokenPipeError):
         print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it ends
     return 0
 
 
@@ -171,7 +192,7 @@ def _train(options: argparse.Namespace) -> int:
         return _dry_run(recipe, options.resume or options.fresh)
     _set_threads(recipe.threads)
     from grpo_trainer import checkpoint, distributed, interruption
-    from grpo_trainer.report import summary, write_report
+    from grpo_trainer.report.run_page import summary, write_report
     from grpo_trainer.train import train as train_recipe
 
     if not options.resume and not options.fresh:
@@ -240,7 +261,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     if len(set(models)) < len(models):
         parser.error(f"two different models, got {models[0]} twice")
     _refuse_repeated(parser, overrides)
-    return _run(lambda: _evaluate(options, overrides, models))
+    return _evaluate(options, overrides, models)
 
 
 def _evaluate(options: argparse.Namespace, overrides: list[str], models: list[str]) -> int:
@@ -252,34 +273,34 @@ def _evaluate(options: argparse.Namespace, overrides: list[str], models: list[st
     from grpo_trainer import distributed, pretrained
     from grpo_trainer.evaluate import evaluate_model
     from grpo_trainer.log import to_json
-    from grpo_trainer.report import compare, write_evaluation
+    from grpo_trainer.report.compare import compare
+    from grpo_trainer.report.comparison import write_evaluation
 
     for model in models:
         pretrained.refuse_missing(model)
         if model == "tiny" and Path(model).is_dir():
             raise ValueError("MODEL: must be './tiny' for the folder, got 'tiny', the model that a recipe makes anew")
-    if options.json is not None:  # before the evaluation, whose results would be lost
-        if options.json.is_dir():
-            raise ValueError(f"--json: must be a file, got the folder {str(options.json)!r}")
+    if options.json is not None:  # fails before the evaluation, whose results would be lost
         options.json.parent.mkdir(parents=True, exist_ok=True)
-    _refuse_file("--report", options.report)
-    results = {model: evaluate_model(recipe, model, options.split) for model in models}
+        options.json.open("a").close()
+    if options.report is not None:
+        options.report.mkdir(parents=True, exist_ok=True)
+    results = {model: evaluate_model(recipe, model, options.split).to_json() for model in models}
     if not distributed.is_main_process():
         return 0
-    content: dict[str, Any] = {model: result.to_json() for model, result in results.items()}
     for model, result in results.items():
         print(model)
-        for key, value in result.metrics.items():
+        for key, value in result["metrics"].items():
             print(f"  {key:<28} {value:.4f}")
+    if options.report is not None:
+        print(f"page: {write_evaluation(results, recipe, options.split, options.report)}")
     if len(results) == 2:
         before, after = results.values()
         comparison = compare(before, after, recipe.evaluation.solved)
         print(f"\nbefore: the first model; after: the second\n{comparison.table()}")
-        content["comparison"] = comparison.to_json()
+        results["comparison"] = comparison.to_json()
     if options.json is not None:
-        options.json.write_text(to_json(content, indent=1) + "\n")
-    if options.report is not None:
-        print(f"page: {write_evaluation(results, recipe, options.split, options.report)}")
+        options.json.write_text(to_json(results, indent=1) + "\n")
     return 0
 
 
@@ -287,9 +308,6 @@ def report(arguments: Sequence[str]) -> int:
     text = "Write a page with plots for a run, finished or not, or for several runs."
     parser = _parser("grpo report", text, _REPORT_EXAMPLES)
     parser.add_argument("run", type=Path, nargs="?", help="folder of a run, into which the page is written")
-    parser.add_argument(
-        "--beside", type=Path, nargs="+", default=[], metavar="RUN", help="runs to compare its times to"
-    )
     parser.add_argument("--compare", type=Path, nargs="+", default=[], metavar="RUN", help="folders of runs to compare")
     adapters = "folders of one or two LoRA adapters"
     parser.add_argument("--adapters", type=Path, nargs="+", default=[], metavar="MODEL", help=adapters)
@@ -303,30 +321,20 @@ def report(arguments: Sequence[str]) -> int:
         parser.error("one of a run's folder, --compare and --adapters is needed")
     if options.run and options.output:
         parser.error("--output is that of --compare and --adapters; the page of a run is in its folder")
-    if options.beside and not options.run:
-        parser.error("--beside needs a run's folder")
-    return _run(lambda: _report(options))
+    from grpo_trainer.report.adapters import write_adapters
+    from grpo_trainer.report.comparison import write_comparison
+    from grpo_trainer.report.run_page import summary, write_report
 
-
-def _report(options: argparse.Namespace) -> int:
-    from grpo_trainer.report import summary, write_adapters, write_comparison, write_report
-
-    output = options.output or Path("report")
-    _refuse_file("--output", output)
+    folder = options.output or Path("report")
     if options.compare:
-        print(write_comparison(options.compare, output))
+        print(write_comparison(options.compare, folder))
     elif options.adapters:
-        print(write_adapters(options.adapters, output))
+        print(write_adapters(options.adapters, folder))
     else:
-        page = write_report(options.run, options.beside)
+        page = write_report(options.run)
         print(summary(options.run))
         print(f"report: {page}")
     return 0
-
-
-def _refuse_file(option: str, folder: Path | None) -> None:
-    if folder is not None and folder.exists() and not folder.is_dir():
-        raise ValueError(f"{option}: must be a folder, got the file {str(folder)!r}")
 
 
 def _set_threads(threads: int | None) -> None:
@@ -343,35 +351,3 @@ def _import_from_current_folder() -> None:
     """Lets a reward module:function be in the current folder, as with `python -m`."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-
-
-def _run(command: Callable[[], int]) -> int:
-    """Runs a command and returns its exit status; errors that a user can fix are reported in one line."""
-    from grpo_trainer.checkpoint import CheckpointError
-    from grpo_trainer.distributed import ProcessError
-    from grpo_trainer.engine import EngineError
-    from grpo_trainer.messages import nearest_file
-    from grpo_trainer.ray_pool import EmbedderError
-    from grpo_trainer.rewards import RewardError
-
-    of_ours = (CheckpointError, RewardError, EmbedderError, EngineError, ProcessError)
-    try:
-        return command()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except FileNotFoundError as error:
-        return _fail(error, f"{error}{nearest_file(error.filename)}")
-    except (ValueError, TypeError, OSError, FloatingPointError, *of_ours) as error:
-        return _fail(error, str(error))
-    except ModuleNotFoundError as error:
-        if error.name is None:  # transformers' own, of a module whose import fails for another reason
-            return _fail(error, f"{' '.join(str(error).split())} Cause: {error.__cause__ or error.__context__}")
-        return _fail(error, f'{error}; the trainer\'s requirements come with pip install "grpo-kernels[trainer]"')
-
-
-def _fail(error: Exception, line: str) -> int:
-    if os.environ.get("GRPO_TRACEBACK"):
-        raise error
-    sys.stderr.write(f"error: {line}\n")  # at once, as several processes may print theirs
-    return 2

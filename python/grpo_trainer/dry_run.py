@@ -11,7 +11,7 @@ import torch
 from grpo_trainer import checkpoint
 from grpo_trainer.data import encode_prompt
 from grpo_trainer.pretrained import load_tokenizer
-from grpo_trainer.recipe import Recipe
+from grpo_trainer.recipe import Model, Recipe
 from grpo_trainer.setup import check_backend, check_packages, load_rewards
 from grpo_trainer.splits import corpus_of, load_splits, no_usable_line, require_lines
 from grpo_trainer.tasks import Splits
@@ -20,12 +20,7 @@ from grpo_trainer.trackers import TRACKERS
 
 
 def dry_run(recipe: Recipe, may_hold_run: bool = False) -> tuple[list[str], list[str]]:
-    """Lines that describe the run, and the problems that keep it from starting.
-
-    Args:
-        recipe: the recipe.
-        may_hold_run: whether there may be a run in its folder.
-    """
+    """Lines that describe the run, and the problems that keep it from starting."""
     lines, problems = [f"{recipe.name}: {', '.join(_described(recipe)) or 'an evaluation only'}"], []
     for check in _checks(recipe, may_hold_run):
         try:
@@ -52,16 +47,13 @@ def _checks(recipe: Recipe, may_hold_run: bool) -> Iterator[Callable[[], Any]]:
     yield lambda: _first_batch(recipe, splits())
     for kind in recipe.logging.to:
         yield functools.partial(TRACKERS[kind], recipe)
-    for key, needs_gpu in (
-        ("model.attention: flash_attention_2", recipe.model.attention == "flash_attention_2"),
-        ("model.mixed_precision: fp16", recipe.model.mixed_precision == "fp16"),
-    ):
-        if needs_gpu and not torch.cuda.is_available():
-            yield functools.partial(_raise, f"{key} needs a GPU, and there is none")
+    yield lambda: _check_gpu(recipe.model)
 
 
-def _raise(message: str) -> None:
-    raise ValueError(message)
+def _check_gpu(model: Model) -> None:
+    for key in ("attention", "mixed_precision"):
+        if getattr(model, key) in ("flash_attention_2", "fp16") and not torch.cuda.is_available():
+            raise ValueError(f"model.{key}: must be another without a GPU, got {getattr(model, key)!r}")
 
 
 def _first_batch(recipe: Recipe, splits: Splits) -> list[str]:

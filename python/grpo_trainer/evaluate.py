@@ -17,7 +17,6 @@ from grpo_trainer.adapters import load_adapter, settings_of_base
 from grpo_trainer.algorithm import total_rewards
 from grpo_trainer.diversity_measures import MAX_EMBEDDED, diversity_efficiency, measure_prompts, medoids
 from grpo_trainer.embed import Embedder, embed_all, load_embedder
-from grpo_trainer.monitor import response_map
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Evaluation, Recipe, Similarity, Vllm
 from grpo_trainer.recipe import Rollout as Sampling
@@ -54,12 +53,7 @@ class Result:
         } | ({} if math_score is None else {"avg_math_score": math_score})
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "metrics": self.metrics,
-            "prompts": self.lines,
-            "embedder": self.embedder,
-            "solved": self.solved,
-        }
+        return {"metrics": self.metrics, "prompts": self.lines, "embedder": self.embedder, "solved": self.solved}
 
 
 def evaluate(
@@ -69,19 +63,9 @@ def evaluate(
     rewards: Sequence[LoadedReward],
     max_completion_length: int,
     generator: torch.Generator,
-    solved: float,
+    solved: float,  # total reward from which a response counts as correct, unless a reward reports correctness
 ) -> Result:
-    """Answers all prompts greedily; with `settings.samples`, also measures pass@k and diversity of sampled answers.
-
-    Args:
-        policy: the policy to evaluate.
-        items: prompts with the columns that the rewards read.
-        settings: batch size, number of samples, sampling temperature.
-        rewards: the rewards.
-        max_completion_length: longest response.
-        generator: random numbers for sampling.
-        solved: total reward from which a response counts as correct, unless a reward reports correctness.
-    """
+    """Answers all prompts greedily; with `settings.samples`, also measures pass@k and diversity of sampled answers."""
     length = {"max_completion_length": max_completion_length, "batch": settings.batch}
     sampling = Sampling().model_copy(update=length | {"num_generations": 1, "temperature": 0.0})
     greedy = roll_out(policy, items, sampling, None)
@@ -120,15 +104,14 @@ def evaluate(
     return Result(metrics | {name: _mean(values) for name, values in measures.items()}, lines, embedder.name)
 
 
-def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased estimate of the probability that one of k samples is correct, given `correct` of n."""
-    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
-
 def estimate_pass_at_k(correct: Sequence[float], k: int) -> float:
-    """pass@k from samples marked 1, 0, or NaN if ungraded; NaN if fewer than k are graded."""
+    """Unbiased estimate of the probability that one of k samples is correct; NaN if fewer than k are graded.
+
+    The samples are marked 1, 0, or NaN if ungraded.
+    """
     graded = [value for value in correct if not math.isnan(value)]
-    return pass_at_k(len(graded), round(sum(graded)), k) if len(graded) >= k else math.nan
+    n, wrong = len(graded), graded.count(0)
+    return 1.0 - math.comb(wrong, k) / math.comb(n, k) if n >= k else math.nan
 
 
 def _measures(
@@ -188,22 +171,16 @@ def evaluate_and_log(run: Run, split: str, phase: str, step: int) -> dict[str, f
     metrics = {f"eval/{split}_{name}": value for name, value in result.metrics.items()}
     if split == "validation":
         metrics |= {f"eval/{name}": value for name, value in result.group_metrics.items()}
-    content = result.to_json()
-    if split == "validation" and phase == "rl" and (drawn := response_map(run)) is not None:
-        content["map"] = drawn
     with distributed.fail_together():
         run.log_left_out()
-        run.log.evaluation(phase, step, split, metrics, content)
+        run.log.evaluation(phase, step, split, metrics, result.to_json())
     return metrics
 
 
 def evaluate_model(recipe: Recipe, path: str, split: str) -> Result:
-    """Evaluates another model, or adapters, on a split of the recipe's data.
+    """Evaluates another model, or adapters that the recipe's model was trained with, on a split of the recipe's data.
 
-    Args:
-        recipe: data, rewards and sampling.
-        path: folder or hub name of a model, or folder of adapters that the recipe's model was trained with.
-        split: "train", "validation" or "test".
+    `path` is a folder or a hub name, and `split` "train", "validation" or "test".
     """
     is_adapter = (Path(path) / "adapter_config.json").exists()
     if is_adapter:

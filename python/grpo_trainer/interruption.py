@@ -25,31 +25,23 @@ class Stopped(Exception):
     """The run was asked to stop. The weights are those after a whole step."""
 
 
-class _Request:
-    """Signals received so far."""
-
-    number: int | None = None  # of the first signal
-    time = 0.0
-    is_repeated = False
-
-
-_request = _Request()
+# numbers and times of the signals that count: one that asks to stop, and one that stops at once
+_received: list[tuple[int, float]] = []
 
 
 def signal_number() -> int | None:
     """The signal that asked the run to stop; None: there was none."""
-    return _request.number
+    return _received[0][0] if _received else None
 
 
 def is_immediate() -> bool:
     """Whether a further signal asked to stop at once."""
-    return _request.is_repeated
+    return len(_received) > 1
 
 
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
     """Takes signals as requests to stop. Only the main thread can; elsewhere this does nothing."""
-    global _request
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -59,26 +51,21 @@ def handled() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        _request = _Request()
+        _received.clear()
 
 
 def _receive(number: int, frame: Any) -> None:
     now = time.monotonic()
-    if _request.number is None:
-        _request.number, _request.time = number, now
-        _say("stopping after this step; once more stops at once")
-    elif now - _request.time > SAME_SECONDS:
-        _request.is_repeated = True
+    if not _received:
+        _received.append((number, now))
+        if os.environ.get("RANK", "0") == "0":  # without the buffers of sys.stderr, which may be in use
+            os.write(2, b"\nstopping after this step; once more stops at once\n")
+    elif now - _received[0][1] > SAME_SECONDS:
+        _received.append((number, now))
         raise KeyboardInterrupt
-
-
-def _say(text: str) -> None:
-    """Prints from a signal handler, where the buffers of sys.stderr may be in use."""
-    if os.environ.get("RANK", "0") == "0":
-        os.write(2, f"\n{text}\n".encode())
 
 
 def stop_if_asked() -> None:
     """Raises `Stopped` in all processes if one of them was asked to stop; all must call it, at the same point."""
-    if distributed.all_reduce_max(int(_request.number is not None)):
+    if distributed.all_reduce_max(int(bool(_received))):
         raise Stopped

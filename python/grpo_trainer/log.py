@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -9,10 +10,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import pydantic_core
 from torch import Tensor
 
 from grpo_trainer.recipe import Recipe
-from grpo_trainer.trackers import TRACKERS, Tracker
+from grpo_trainer.trackers import TRACKERS
 
 PHASES = ("sft", "rl")  # in their order
 SHOWN = {  # in the progress line
@@ -35,14 +37,14 @@ class Log:
         self.steps_before_rl = 0 if recipe.sft is None else recipe.sft.steps
         self.start = time.time()
         self.bar: Any = None
-        self.trackers: list[Tracker] = [TRACKERS[kind](recipe) for kind in self.settings.to] if is_main else []
-        self.open_trackers: list[Tracker] = []
+        self.trackers = [TRACKERS[kind](recipe) for kind in self.settings.to] if is_main else []
+        self.opened = contextlib.ExitStack()
 
     def open(self) -> None:
         """Starts or resumes a run in each tracker."""
         for tracker in self.trackers:
             tracker.open()
-            self.open_trackers.append(tracker)
+            self.opened.callback(tracker.close)
 
     def metrics(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """Writes the metrics of a training step."""
@@ -67,7 +69,8 @@ class Log:
         for sample in samples:
             self._write("samples", {"phase": phase, "step": step} | sample)
         if step % self.settings.every == 0:
-            rows = [[_as_text(value) for value in sample.values()] for sample in samples]
+            # lists, such as chat messages, as JSON
+            rows = [[v if isinstance(v, str | int | float) else to_json(v) for v in of.values()] for of in samples]
             for tracker in self.trackers:
                 tracker.table("samples", list(samples[0]), rows, self._step_of_trackers(phase, step))
 
@@ -112,8 +115,7 @@ class Log:
 
     def close(self) -> None:
         self.close_progress()
-        while self.open_trackers:
-            self.open_trackers.pop().close()
+        self.opened.close()
 
     def truncate(self, phase: str, step: int) -> None:
         """Removes the lines after a checkpoint, and the evaluations at it, which a resumed run repeats.
@@ -152,19 +154,6 @@ class Log:
             raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def to_json(value: Any, **options: Any) -> str:
+def to_json(value: Any, indent: int | None = None) -> str:
     """JSON in which NaN and infinities, which JSON lacks, are null."""
-    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, **options)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(name): _finite(item) for name, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _as_text(value: Any) -> Any:
-    """A value for a cell of a table: lists, such as chat messages, as JSON."""
-    return value if isinstance(value, str | int | float) else json.dumps(value, ensure_ascii=False)
+    return pydantic_core.to_json(value, indent=indent, inf_nan_mode="null").decode()

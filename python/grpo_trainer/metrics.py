@@ -109,23 +109,14 @@ def _scored_std(groups: Tensor) -> Tensor:
 
 
 def rollout_metrics(
-    rollout: Rollout,
-    totals: Tensor,
-    rewards: Tensor,
+    rollout: Rollout,  # N responses of at most T tokens
+    totals: Tensor,  # [N] weighted sums of the rewards, NaN for unscored responses
+    rewards: Tensor,  # [N, R]
     loaded: Sequence[LoadedReward],
     credit: Credit,
-    reference: Tensor | None,
+    reference: Tensor | None,  # [N, T] log-probs, if the loss has a KL term
 ) -> dict[str, float]:
-    """Metrics of rewards, groups, lengths and advantages.
-
-    Args:
-        rollout: N sampled responses of at most T tokens.
-        totals: [N] weighted sums of the rewards, NaN for unscored responses.
-        rewards: [N, R] individual rewards.
-        loaded: the R rewards of the recipe.
-        credit: the advantages.
-        reference: [N, T] log-probs of the reference policy, if the loss has a KL term.
-    """
+    """Metrics of rewards, groups, lengths and advantages."""
     scored = totals[~totals.isnan()].double()
     nan = math.nan
     q25, median, q75 = (float(scored.quantile(q)) if len(scored) else nan for q in (0.25, 0.5, 0.75))
@@ -162,20 +153,3 @@ def rollout_metrics(
         k3 = torch.expm1(-log_ratio) + log_ratio  # estimate for the policy that sampled
         metrics |= {"train/kl_rollout": float(k3.mean()), "train/kl_std": float(k3.std())}
     return metrics | credit.metrics
-
-
-def segments_line(steps: Sequence[Mapping[str, float]]) -> str:
-    """The token groups of several steps in one line of text; their means weight each token alike."""
-
-    def total(name: str) -> float:
-        return math.fsum(step[name] for step in steps)
-
-    tokens, endpoints = total("group/total_tokens"), total("group/total_endpoints")
-    parts = (
-        f"{tokens / max(endpoints, 1):.2f} tokens per segment",
-        f"{endpoints / max(total('group/total_sequences'), 1):.1f} segments per response",
-        f"{100 * (1 - endpoints / max(tokens, 1)):.1f} % fewer terms than tokens",
-        f"threshold {steps[-1]['group/threshold']:.3f}",
-        f"reward {total('rewards/mean') / len(steps):.3f}",
-    )
-    return ", ".join(parts)

@@ -386,8 +386,6 @@ class Evaluation(Section):
     """reward from which a response counts as correct, unless a reward reports correctness"""
     solved_quantile: Share | None = None
     """in place of solved, this quantile of the rewards of the validation split's demonstrations"""
-    tracked: NonNegativeInt = 4
-    """number of prompts whose responses the report shows before and after training"""
 
     def rules(self) -> Iterator[Rule]:
         yield embedder_rule(self.embedder)
@@ -402,17 +400,10 @@ class Logging(Section):
     """project name for wandb and trackio"""
     every: PositiveInt = 1
     """steps between logged lines"""
-    summary: NonNegativeInt = 10
-    """ppo, group_ppo: steps between lines about the token groups on the console; 0: none"""
     progress: bool = True
     """show a progress line with reward, tokens a second and remaining time"""
     samples: NonNegativeInt = 2
     """responses per step written to samples.jsonl, and to the trackers as a table"""
-    watch: NonNegativeInt = 0
-    """steps between histograms of the trained weights and their gradients in the trackers; 0: none; not with fsdp2"""
-
-    def rules(self) -> Iterator[Rule]:
-        yield "watch", self.watch == 0 or bool(self.to), "must be 0 without a tracker in to"
 
 
 class Checkpoints(Section):
@@ -455,7 +446,6 @@ class Recipe(Section):
         yield "output", not {"{", "}"} & {*others}, "must have no other braces than {name} and {seed}"
         if self.distributed == "fsdp2":
             rule = "with distributed: fsdp2"
-            yield "logging.watch", self.logging.watch == 0, f"must be 0 {rule}"
             yield "model.lora", self.model.lora is None, f"must be null {rule}"
             yield "model.mixed_precision", self.model.mixed_precision != "fp16", f"must be no or bf16 {rule}"
         if self.rl is None or self.rl.rollout.engine == "transformers":

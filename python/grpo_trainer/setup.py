@@ -57,7 +57,6 @@ class Run:
     embedder: Embedder | None = None  # of similarity groups, or of polychromic SFT
     engine: engine.Engine | None = None  # samples in place of the policy
     monitor: Any = None  # a monitor.Monitor of RL
-    watched: dict[str, Tensor] | None = None  # weights and gradients of a step whose histograms are logged
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))  # of a step's parts
     usable: dict[str, list[Item]] = dataclasses.field(default_factory=dict)  # by split
     left_out: dict[str, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))  # by split

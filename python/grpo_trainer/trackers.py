@@ -1,36 +1,25 @@
 """Trackers that receive metrics, tables of samples and histograms in addition to the run's own files.
 
-Steps are counted over SFT and RL, as a tracker draws a single axis and wandb drops values of earlier steps. NaN is not
-passed on, so that a chart shows a gap. accelerate's trackers have neither histograms nor, for two of the three, tables.
+A tracker is created before the run, so that a missing package is reported at once, and `open` starts the run.
+Histograms are of finite vectors on the CPU. Steps are counted over SFT and RL, as a tracker draws a single axis and
+wandb drops values of earlier steps. NaN is not passed on, so that a chart shows a gap.
+accelerate's trackers have neither histograms nor, for two of the three, tables.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+import pandas
 from torch import Tensor
 
 from grpo_trainer.recipe import Recipe
 
 BINS = 64  # of a histogram
-
-
-class Tracker(Protocol):
-    """Created before the run, so that a missing package is reported at once; `open` starts the run."""
-
-    def open(self) -> None: ...
-
-    def log(self, values: Mapping[str, float], step: int) -> None: ...
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None: ...
-
-    def histograms(self, values: Mapping[str, Tensor], step: int) -> None:
-        """Counts the values of vectors on the CPU, which are finite."""
-
-    def close(self) -> None: ...
 
 
 class Tensorboard:
@@ -58,30 +47,25 @@ class Tensorboard:
 
 
 class Wandb:
-    name = "wandb"
+    """wandb, and trackio, which has its functions but identifies a run by its name."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.module = recipe, _import(self.name, self.name)
+    def __init__(self, recipe: Recipe, package: str = "wandb") -> None:
+        self.recipe, self.package, self.module = recipe, package, _import(package, package)
 
     def open(self) -> None:
-        recipe, refusals = self.recipe, getattr(self.module, "Error", ())
+        recipe, run_id = self.recipe, _run_id(self.recipe)
         run = {"project": recipe.logging.project, "config": recipe.model_dump(), "resume": "allow"}
+        run |= {"name": f"{recipe.name}-{run_id}"} if self.package == "trackio" else {"name": recipe.name, "id": run_id}
         try:
-            self.module.init(**run, **self.identity(_run_id(recipe)))
-        except refusals as error:  # such as that nobody has logged in
-            raise ValueError(f"logging.to: {self.name} refuses the run: {' '.join(str(error).split())}") from error
-
-    def identity(self, run_id: str) -> dict[str, str]:
-        return {"name": self.recipe.name, "id": run_id}
+            self.module.init(**run)
+        except getattr(self.module, "Error", ()) as error:  # such as that nobody has logged in
+            raise ValueError(f"logging.to: {self.package} refuses the run: {' '.join(str(error).split())}") from error
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.module.log(dict(values), step=step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        self.module.log({name: self.make_table(list(columns), [list(row) for row in rows])}, step=step)
-
-    def make_table(self, columns: list[str], rows: list[list[Any]]) -> Any:
-        return self.module.Table(columns=columns, data=rows)
+        self.module.log({name: self.module.Table(dataframe=pandas.DataFrame(rows, columns=columns))}, step=step)
 
     def histograms(self, values: Mapping[str, Tensor], step: int) -> None:
         kind = self.module.Histogram
@@ -91,21 +75,11 @@ class Wandb:
         self.module.finish()
 
 
-class Trackio(Wandb):
-    """trackio has the functions of wandb, but identifies a run by its name."""
-
-    name = "trackio"
-
-    def identity(self, run_id: str) -> dict[str, str]:
-        return {"name": f"{self.recipe.name}-{run_id}"}
-
-    def make_table(self, columns: list[str], rows: list[list[Any]]) -> Any:
-        import pandas  # a requirement of trackio, whose tables ignore the names of columns otherwise
-
-        return self.module.Table(dataframe=pandas.DataFrame(rows, columns=columns))
-
-
-TRACKERS: dict[str, Callable[[Recipe], Tracker]] = {"tensorboard": Tensorboard, "wandb": Wandb, "trackio": Trackio}
+TRACKERS: dict[str, Callable[[Recipe], Tensorboard | Wandb]] = {
+    "tensorboard": Tensorboard,
+    "wandb": Wandb,
+    "trackio": functools.partial(Wandb, package="trackio"),
+}
 
 
 def _cell(value: Any) -> str:

@@ -24,7 +24,7 @@ from grpo_trainer.embed import embed_all, load_embedder
 from grpo_trainer.engine import Engine
 from grpo_trainer.evaluate import evaluate_and_log
 from grpo_trainer.metrics import counter_metrics, loss_metrics, rollout_metrics, sampling_metrics
-from grpo_trainer.monitor import Monitor, weights_and_gradients
+from grpo_trainer.monitor import Monitor
 from grpo_trainer.optimizer import make_optimizer, set_lr
 from grpo_trainer.policy import evaluating, set_training
 from grpo_trainer.recipe import Critic, Optimizer, Recipe, Rl, Sft
@@ -89,14 +89,12 @@ def take_steps(run: Run, phase: str, settings: Sft | Rl, start: int, take_step: 
             torch.manual_seed(recipe.seed_of("step", phase, step, *[distributed.rank()] * (distributed.rank() > 0)))
             set_lr(run.optimizer, settings.optimizer, step, settings.steps)
             run.seconds.clear()
-            run.watched = {} if is_due(step, recipe.logging.watch) else None
             began = time.perf_counter()
             metrics = take_step(run, items_of_step(recipe, phase, data, per_step, step), step)
             metrics["time/step"] = time.perf_counter() - began
             metrics |= {f"time/{name}": seconds for name, seconds in run.seconds.items()}
             with distributed.fail_together():
                 run.log.metrics(phase, step, metrics)
-                run.log.histograms(phase, step, run.watched or {})
                 run.log.progress(phase, step, settings.steps, metrics)
             done = step
             if step == settings.steps or is_due(step, recipe.checkpoints.every):
@@ -168,7 +166,7 @@ def prepare_rl(run: Run, start: int) -> None:
     run.embedder = None if plan.similarity is None else load_embedder(plan.similarity)
     if rl.rollout.engine == "vllm":
         run.engine = Engine(policy, run.recipe.model, rl, "rl.rollout")
-    run.monitor = Monitor(run.recipe, run.log)
+    run.monitor = Monitor(run.log)
 
 
 def rl_step(run: Run, items: list[Item], step: int) -> dict[str, float]:
@@ -431,8 +429,6 @@ def optimizer_step(run: Run, settings: Optimizer, step: int) -> float:
                 "model.dtype to bfloat16 or float32"
             )
         run.log.event("optimizer step skipped: the gradient overflowed", step=step)
-    if run.watched is not None and run.log.is_main:
-        run.watched = weights_and_gradients(run.policy)
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)

@@ -5,6 +5,7 @@ Faults they are there for: a step counted twice over SFT and RL; a resumed run t
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import math
 import sys
@@ -15,10 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")  # imported before the stand-ins for packages that it looks for
-
 from grpo_trainer.log import Log
 from grpo_trainer.setup import set_up
 from grpo_trainer.train import train
@@ -34,30 +31,24 @@ class Fake(types.ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)  # which other packages look for
         self.begun: list[dict[str, Any]] = []
-        self.logged: list[tuple[int, dict[str, float]]] = []
-        self.media: list[tuple[int, dict[str, Any]]] = []  # tables and histograms
+        self.logged: list[tuple[int, dict[str, Any]]] = []
         self.finished = 0
-        self.Table = lambda **kwargs: kwargs
-        self.Histogram = histogram
+        self.Table = lambda dataframe: {"columns": list(dataframe.columns), "rows": dataframe.values.tolist()}
+        self.Histogram = lambda values, num_bins: np.histogram(values, num_bins)
 
     def init(self, **kwargs: Any) -> None:
         self.begun.append(kwargs)
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        is_media = any(isinstance(value, dict) for value in values.values())
-        (self.media if is_media else self.logged).append((step, values))
+        self.logged.append((step, values))
 
     def seen(self, name: str) -> list[tuple[int, Any]]:
-        return [(step, values[name]) for step, values in self.media if name in values]
+        return [(step, values[name]) for step, values in self.logged if name in values]
 
     def finish(self) -> None:
         self.finished += 1
-
-
-def histogram(values: Any, num_bins: int) -> dict[str, Any]:
-    counts, edges = np.histogram(values, num_bins)
-    return {"counts": counts, "edges": edges}
 
 
 @pytest.fixture
@@ -68,86 +59,61 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]:
     return modules
 
 
-def test_everything_arrives_with_its_step(tmp_path: Path, fakes: dict[str, Fake]) -> None:
-    to = ("logging.to=[wandb, trackio]", "logging.project=mine", "logging.samples=3", "logging.watch=2")
-    train(small.recipe(tmp_path, *SHORT, *to))
+def test_everything_arrives_with_its_step_and_a_resumed_run_continues(
+    tmp_path: Path, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to = ("logging.to=[wandb, trackio]", "logging.project=mine", "logging.samples=3")
+    recipe = small.recipe(tmp_path, *SHORT, *to)
+    stop_before(monkeypatch, recipe, "rl", 2)
+    with pytest.raises(FileExistsError):
+        train(recipe)  # refused before a tracker is opened
+    train(recipe, resume=True)
     header = ("kind", "phase", "step", "split", "time")
     expected = [
-        (
-            line["step"] + 2 * (line["phase"] == "rl"),
-            {k: v for k, v in line.items() if k not in header and v is not None},
-        )
-        for line in lines(tmp_path)
+        (e["step"] + 2 * (e["phase"] == "rl"), {k: v for k, v in e.items() if k not in header and v is not None})
+        for e in lines(tmp_path)
     ]
-    samples = lines(tmp_path, "samples")
-    for name, fake in fakes.items():
-        assert fake.logged == expected and fake.finished == 1
-        (begun,) = fake.begun
+    samples, first = lines(tmp_path, "samples"), steps(tmp_path)[0]
+    for fake in fakes.values():
+        assert all(entry in fake.logged for entry in expected) and fake.finished == 2
+        begun = fake.begun[0]
         assert begun["project"] == "mine" and begun["name"].startswith("small") and begun["config"]["seed"] == 0
+        assert len(fake.begun) == 2 and begun == fake.begun[1] and begun["resume"] == "allow"
         tables = fake.seen("samples")
         assert [step for step, _ in tables] == [3, 4]
-        table = tables[1][1]
-        columns = list(table["dataframe"].columns) if name == "trackio" else table["columns"]
-        rows = table["dataframe"].values.tolist() if name == "trackio" else table["data"]
-        assert columns == ["prompt", "response", "rewards", "advantage"] and len(rows) == 3
+        assert tables[1][1]["columns"] == ["prompt", "response", "rewards", "advantage"]
+        rows = tables[1][1]["rows"]
         assert [row[1] for row in rows] == [sample["response"] for sample in samples[-3:]]
         assert [json.loads(row[2]) for row in rows] == [sample["rewards"] for sample in samples[-3:]]
-        first, histogram = steps(tmp_path)[0], fake.seen("histograms/rewards")[0][1]
-        assert [step for step, _ in fake.seen("histograms/rewards")] == [3, 4] and sum(histogram["counts"]) == 8
-        assert histogram["edges"][0] == pytest.approx(first["rewards/min"])
-        assert histogram["edges"][-1] == pytest.approx(first["rewards/max"])
-        watched = {key: step for step, values in fake.media for key in values if key.startswith("gradients/")}
-        assert "gradients/lm.model.layers.0.mlp.up_proj.weight" in watched and set(watched.values()) == {4}
-        assert all(fake.seen(key.replace("gradients", "weights")) for key in watched)
+        histograms = fake.seen("histograms/rewards")
+        assert [step for step, _ in histograms] == [3, 4] and sum(histograms[0][1][0]) == 8
+        ends = histograms[0][1][1][[0, -1]].tolist()
+        assert ends == pytest.approx([first["rewards/min"], first["rewards/max"]])
+    Log(small.recipe(tmp_path / "other", "logging.to=[wandb, trackio]")).open()
+    for name, key in (("wandb", "id"), ("trackio", "name")):
+        assert fakes[name].begun[-1][key] != fakes[name].begun[0][key]
 
 
-def test_watching_sees_the_gradient_of_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fakes: dict[str, Fake]
+def test_the_progress_line_of_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Plain gradient descent with a rate of 1 moves the weights by the gradients that are watched."""
-    seen: list[dict[str, torch.Tensor]] = []
-    monkeypatch.setattr(Log, "histograms", lambda self, phase, step, values: seen.append(dict(values)))
-
-    def descend(self: torch.optim.AdamW, closure: Any = None) -> None:
-        with torch.no_grad():
-            for weight in (weight for group in self.param_groups for weight in group["params"]):
-                weight.sub_(weight.grad)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", descend)
-    train(small.recipe(tmp_path, "sft.steps=3", "rl=null", "logging.watch=1", "logging.to=[wandb]"))
-    first, second = seen[:2]
-    names = [name.removeprefix("weights/") for name in first if name.startswith("weights/")]
-    for name in names:
-        moved = first[f"weights/{name}"] - first[f"gradients/{name}"]
-        assert torch.equal(moved, second[f"weights/{name}"]), name
-    assert names and any(bool(first[f"gradients/{name}"].any()) for name in names)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    log = Log(small.recipe(tmp_path, "logging.progress=true"))
+    log.progress("rl", 1, 100, {"rewards/mean": 0.4567, "train/kl_mean": 0.0012, "speed/tokens_per_second": 12345.6})
+    log.line("a line above")
+    log.close()
+    printed = capsys.readouterr().err
+    assert "1/100" in printed and "reward 0.457, KL 0.001, tokens/s 12,346" in printed and "\ra line above\n" in printed
 
 
 def test_undefined_values_are_left_out(tmp_path: Path, fakes: dict[str, Fake]) -> None:
     log = Log(small.recipe(tmp_path, "logging.to=[wandb]"))
     log.metrics("rl", 3, {"a": math.nan, "b": 0.0, "c": math.inf})
-    assert fakes["wandb"].logged == [(7, {"b": 0.0, "c": math.inf})]
     assert [lines(tmp_path)[0][name] for name in "abc"] == [None, 0.0, None]
     log.histograms("rl", 3, {"x": torch.tensor([[0.0, math.nan], [1.0, math.inf]]), "y": torch.tensor([math.nan])})
-    ((step, values),) = fakes["wandb"].media
-    assert step == 7 and [*values] == ["x"] and sum(values["x"]["counts"]) == 2
-
-
-def test_a_resumed_run_continues_in_the_tracker(
-    tmp_path: Path, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = small.recipe(tmp_path, *SHORT, "logging.to=[wandb, trackio]")
-    stop_before(monkeypatch, recipe, "rl", 2)
-    with pytest.raises(FileExistsError):
-        train(recipe)  # refused before a tracker is opened
-    assert [fake.finished for fake in fakes.values()] == [1, 1]
-    train(recipe, resume=True)
-    first, second = fakes["wandb"].begun
-    assert first["id"] == second["id"] and first["resume"] == second["resume"] == "allow"
-    first, second = fakes["trackio"].begun
-    assert first["name"] == second["name"]
-    train(small.recipe(tmp_path / "other", *SHORT, "logging.to=[wandb]"))
-    assert fakes["wandb"].begun[-1]["id"] != fakes["wandb"].begun[0]["id"]
+    metrics, (step, values) = fakes["wandb"].logged
+    assert metrics == (7, {"b": 0.0, "c": math.inf})
+    assert step == 7 and [*values] == ["x"] and sum(values["x"][0]) == 2
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
@@ -160,35 +126,25 @@ def test_missing_packages_are_reported_before_anything_is_computed(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tracker_that_refuses_the_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
+def test_a_tracker_that_refuses_the_run_is_named(tmp_path: Path, fakes: dict[str, Fake]) -> None:
+    class Error(Exception):
+        pass
 
     def init(**_: Any) -> None:
-        raise wandb.errors.UsageError("No API key configured.\nUse `wandb login` to log in.")
+        raise Error("No API key configured.\nUse `wandb login` to log in.")
 
-    monkeypatch.setattr(wandb, "init", init)
+    fakes["wandb"].Error, fakes["wandb"].init = Error, init  # type: ignore[attr-defined,method-assign]
     refused = r"^logging\.to: wandb refuses the run: No API key configured\. Use `wandb login` to log in\.$"
     with pytest.raises(ValueError, match=refused):
-        train(small.recipe(tmp_path, *SHORT, "logging.to=[wandb]"))
+        Log(small.recipe(tmp_path, "logging.to=[wandb]")).open()
 
 
 @pytest.mark.full
 def test_wandb_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
+    pytest.importorskip("wandb")
     for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    summary, finish = {}, wandb.finish
-
-    def finishing() -> None:
-        names = wandb.run.summary.keys()
-        summary.update({name: wandb.run.summary.get(name) for name in names})
-        finish()
-
-    monkeypatch.setattr(wandb, "finish", finishing)
-    train(small.recipe(tmp_path / "run", *SHORT, "logging.to=[wandb]", "logging.watch=1"))
-    assert sum(summary["histograms/rewards"]["values"]) == 8
-    assert summary["rewards/mean"] in [step["rewards/mean"] for step in steps(tmp_path / "run")]
-    assert summary["gradients/lm.model.layers.0.mlp.up_proj.weight"]["_type"] == "histogram"
+    train(small.recipe(tmp_path / "run", *SHORT, "logging.to=[wandb]"))
     tables = [json.loads(path.read_text()) for path in tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")]
     samples = lines(tmp_path / "run", "samples")
     assert sorted(row[1] for table in tables for row in table["data"]) == sorted(line["response"] for line in samples)
@@ -203,7 +159,7 @@ def test_tensorboard_itself(tmp_path: Path) -> None:
     log.metrics("sft", 4, {"train/loss": 2.0})
     log.metrics("rl", 1, {"train/loss": 0.5, "train/kl_mean": math.nan})
     log.samples("rl", 1, [{"prompt": "1 | 2", "response": "a\nb", "rewards": [0.5], "advantage": 0.25}])
-    log.histograms("rl", 1, {"histograms/rewards": torch.tensor([0.0, 1.0, 1.0]), "constant": torch.full((3,), 2.0)})
+    log.histograms("rl", 1, {"histograms/rewards": torch.tensor([0.0, 1.0, 1.0])})
     log.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["train/loss"]
@@ -212,4 +168,3 @@ def test_tensorboard_itself(tmp_path: Path) -> None:
     assert text.splitlines()[2] == "| 1 \\| 2 | a<br>b | [0.5] | 0.25 |"
     (histogram,) = events.Histograms("histograms/rewards")
     assert histogram.step == 5 and histogram.histogram_value.num == 3 and histogram.histogram_value.sum == 2
-    assert events.Histograms("constant")[0].histogram_value.min == 2

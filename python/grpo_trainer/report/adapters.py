@@ -91,18 +91,7 @@ def singular_values(update: Update) -> Tensor:
 
 
 def write_adapters(folders: Sequence[Path], output: Path) -> Path:
-    """Writes adapters.html and adapters.json of one or two adapters.
-
-    Args:
-        folders: folders with adapter_config.json and adapter_model.safetensors.
-        output: folder of the page, created if needed.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        ValueError: if a folder has no LoRA adapters, or if the two adapt other modules or shapes.
-    """
+    """Writes adapters.html and adapters.json of one or two adapters of the same weights; returns the page's path."""
     if not 1 <= len(folders) <= 2:
         raise ValueError(f"write_adapters: folders must be one or two, got {len(folders)}")
     adapters = [read_adapter(Path(folder)) for folder in folders]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,17 +18,9 @@ import pandas as pd
 from grpo_trainer.report.run_folder import Evaluated
 
 RESAMPLES = 10_000
-_SEED = 0  # the same evaluations always give the same page
-_BATCH = 1_000  # resamples at a time, to bound memory
 _FIRST = ("reward", "exact", "sampled_reward", "sampled_exact")
 
 Interval = tuple[float, float]
-
-
-class Result(Protocol):
-    """A result of an evaluation, with the metrics and a line per prompt."""
-
-    def to_json(self) -> dict[str, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,22 +69,18 @@ class Comparison:
         return "\n".join([*lines, *self.notes])
 
 
-def compare(before: Result | Mapping[str, Any], after: Result | Mapping[str, Any], solved: float = 1.0) -> Comparison:
+def compare(before: Mapping[str, Any], after: Mapping[str, Any], solved: float = 1.0) -> Comparison:
     """Compares two evaluations by the measures that both have for each prompt.
 
     Args:
-        before: result of an evaluation, or its JSON.
-        after: another one on the same prompts, in any order.
+        before: the JSON of an evaluation's result.
+        after: that of another one on the same prompts, in any order.
         solved: reward from which a response counts as correct, where the evaluations do not report correctness.
 
     Raises:
-        ValueError: if one is no evaluation, or has a prompt that the other lacks.
+        ValueError: if one has a prompt that the other lacks.
     """
-    contents = [result if isinstance(result, Mapping) else result.to_json() for result in (before, after)]
-    for name, content in zip(("before", "after"), contents, strict=True):
-        if not isinstance(content.get("prompts"), list):
-            raise ValueError(f"compare: {name} must be an evaluation with a list of prompts, got {content!r:.80}")
-    evaluations = [Evaluated(content, solved) for content in contents]
+    evaluations = [Evaluated(content, solved) for content in (before, after)]
     pairs = paired(*evaluations)
     known = set.intersection(*(set(e.metrics) & set(e.table) for e in evaluations)) | {"reward", "exact"}
     measures = {name: difference(pairs["before", name], pairs["after", name]) for name in in_order(known)}
@@ -123,9 +111,8 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 def difference(before: pd.Series, after: pd.Series) -> Difference:
     """Summarises pairs in any order; those without a value on one side are excluded."""
-    pairs = (
-        pd.DataFrame({"before": before.to_numpy(), "after": after.to_numpy()}).dropna().sort_values(["before", "after"])
-    )
+    pairs = pd.DataFrame({"before": before.to_numpy(), "after": after.to_numpy()}).dropna()
+    pairs = pairs.sort_values(["before", "after"])
     changes = pairs["after"] - pairs["before"]
     counts = [int(mask.sum()) for mask in (changes > 0, changes < 0, changes == 0)]
     means = float(pairs["before"].mean()), float(pairs["after"].mean()), float(changes.mean())
@@ -139,8 +126,7 @@ def bootstrap_interval(values: Iterable[float]) -> Interval:
     known = [value for value in values if math.isfinite(value)]
     if len(known) < 2:
         return math.nan, math.nan
-    settings = {"n_resamples": RESAMPLES, "batch": _BATCH, "rng": np.random.default_rng(_SEED)}
-    low, high = stats.bootstrap((known,), np.mean, method="percentile", **settings).confidence_interval
+    low, high = stats.bootstrap((known,), np.mean, method="percentile", **_resampling()).confidence_interval
     return float(low), float(high)
 
 
@@ -152,8 +138,12 @@ def sign_flip_p(changes: Iterable[float]) -> float:
     nonzero = [change for change in known if change != 0]  # zeros change no sum, but prevent the exact test
     if len(nonzero) < 2:
         return 1.0 if known else math.nan
-    settings = {"n_resamples": RESAMPLES, "batch": _BATCH, "rng": np.random.default_rng(_SEED)}
-    return float(stats.permutation_test((nonzero,), np.mean, permutation_type="samples", **settings).pvalue)
+    return float(stats.permutation_test((nonzero,), np.mean, permutation_type="samples", **_resampling()).pvalue)
+
+
+def _resampling() -> dict[str, Any]:
+    """Settings of scipy; the same evaluations always give the same page, and batches bound the memory."""
+    return {"n_resamples": RESAMPLES, "batch": 1_000, "rng": np.random.default_rng(0)}
 
 
 def t_interval(values: Iterable[float]) -> Interval:

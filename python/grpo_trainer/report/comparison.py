@@ -15,7 +15,7 @@ import pandas as pd
 
 from grpo_trainer.diversity_measures import collapse_point, pareto_front
 from grpo_trainer.log import to_json
-from grpo_trainer.report.compare import Result, bootstrap_interval, in_order, paired, t_interval
+from grpo_trainer.report.compare import bootstrap_interval, in_order, paired, t_interval
 from grpo_trainer.report.page import (
     Curve,
     Figure,
@@ -96,17 +96,9 @@ class Row(NamedTuple):
 
 
 def write_comparison(folders: Sequence[Path], output: Path) -> Path:
-    """Writes comparison.html and comparison.json of several runs.
+    """Writes comparison.html and comparison.json of several runs, and returns the path of the page.
 
-    Args:
-        folders: the runs' folders; those that do not compare are left out with a reason.
-        output: folder of the page, created if needed.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        ValueError: if no run has a final evaluation.
+    Runs that do not compare are left out with a reason; it is an error if no run is left.
     """
     rows, left_out = select(folders)
     for path, reason in left_out.items():
@@ -120,20 +112,12 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
     return _write(output, "comparison", lead, rows, [Section("Left out", table=table if left_out else [])])
 
 
-def write_evaluation(results: Mapping[str, Result], recipe: Recipe, split: str, output: Path) -> Path:
+def write_evaluation(results: Mapping[str, Mapping[str, Any]], recipe: Recipe, split: str, output: Path) -> Path:
     """Writes evaluation.html and evaluation.json of models that were evaluated on the same prompts.
 
-    Args:
-        results: results of the evaluation by the models' names.
-        recipe: the recipe that they were evaluated with.
-        split: the split.
-        output: folder of the page, created if needed.
-
-    Returns:
-        Path of the page.
+    `results` are the JSON of evaluations by the models' names. Returns the path of the page.
     """
-    models = {name: Evaluated(result.to_json()) for name, result in results.items()}
-    rows = [Row(f"{i} {name}", {"": evaluated}, []) for i, (name, evaluated) in enumerate(models.items(), 1)]
+    rows = [Row(f"{i} {name}", {"": Evaluated(content)}, []) for i, (name, content) in enumerate(results.items(), 1)]
     lead = f"{len(rows[0].first.prompts)} prompts of the {split} split, evaluated with the recipe {recipe.name}."
     return _write(output, "evaluation", lead, rows, [])
 
@@ -171,7 +155,7 @@ def _gaps(run: RunFolder, evaluated: Evaluated, first: Row, names: tuple[str, ..
 
 
 def _conditions(run: RunFolder, evaluated: Evaluated) -> dict[str, Any]:
-    prompts = sorted(str(line.get("prompt")) for line in evaluated.prompts)
+    prompts = sorted(str(line["prompt"]) for line in evaluated.prompts)
     return {name: run.setting(name) for name in _CONDITIONS} | {
         "split": evaluated.split,
         "prompts, number of": len(prompts),
@@ -256,7 +240,7 @@ def _scatter(axes: Sequence[str], estimates: dict[str, dict[str, Estimate]], fro
         return Section("")
     pairs = {label: (of_row[axes[0]], of_row[axes[1]]) for label, of_row in estimates.items()}
     points = [
-        Point(label.partition(" ")[0], x.mean, y.mean, i, 150, (x.low, x.high), (y.low, y.high))
+        Point(label.partition(" ")[0], x.mean, y.mean, i, (x.low, x.high), (y.low, y.high))
         for i, (label, (x, y)) in enumerate(pairs.items())
         if math.isfinite(x.mean + y.mean)
     ]

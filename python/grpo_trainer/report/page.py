@@ -27,10 +27,8 @@ _STYLE |= dict.fromkeys(("axes.edgecolor", "grid.color"), _GRID)
 _STYLE |= dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0)
 _MAX_MARKERS = 30  # longer curves have markers only at points between gaps
 _MAX_TEXT = 3_000  # characters of a response
-# Control characters except tab and newline, bidirectional controls, surrogates and noncharacters.
-_INVISIBLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
-)
+# control characters except tab and newline, bidirectional controls and noncharacters
+_INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufffe\uffff]")
 
 
 class Response(NamedTuple):
@@ -38,7 +36,6 @@ class Response(NamedTuple):
 
     about: str
     text: str
-    colour: int | None = None
     samples: Sequence[Response] = ()
 
 
@@ -47,7 +44,6 @@ class Figure(NamedTuple):
     svg: Markup
     legend: Sequence[tuple[str, int]] = ()  # labels with their colours
     caption: str = ""
-    responses: Sequence[Response] = ()
 
 
 class Section(NamedTuple):
@@ -72,8 +68,7 @@ class Point(NamedTuple):
     label: str
     x: float
     y: float
-    colour: int | None
-    size: float = 150
+    colour: int
     x_interval: tuple[float, float] = (math.nan, math.nan)
     y_interval: tuple[float, float] = (math.nan, math.nan)
 
@@ -105,11 +100,13 @@ def draw_points(
         if len(front) > 1:  # steps, as nothing is known to be on the diagonal between two points
             axes.step(*zip(*front, strict=True), where="pre", color=_INK, linewidth=1, linestyle="--")
         for point in points:
-            colour, ink = (_GRID, _INK) if point.colour is None else (_COLOURS[point.colour % 8], _PAPER)
+            colour = _COLOURS[point.colour % 8]
             axes.plot(point.x_interval, [point.y] * 2, color=colour, linewidth=1.2)
             axes.plot([point.x] * 2, point.y_interval, color=colour, linewidth=1.2)
-            axes.scatter([point.x], [point.y], s=point.size, color=colour, zorder=3)
-            axes.text(point.x, point.y, point.label, ha="center", va="center_baseline", fontsize=8, color=ink, zorder=4)
+            axes.scatter([point.x], [point.y], s=150, color=colour, zorder=3)
+            axes.text(
+                point.x, point.y, point.label, ha="center", va="center_baseline", fontsize=8, color=_PAPER, zorder=4
+            )
 
     alt = "; ".join(f"{point.label} at {point.x:.3g}, {point.y:.3g}" for point in points)
     return Figure(title, _draw(paint, f"{axis_titles[1]} over {axis_titles[0]}: {alt}", 3.0))

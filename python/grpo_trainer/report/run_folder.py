@@ -16,39 +16,25 @@ from grpo_trainer.evaluate import estimate_pass_at_k
 
 Line = dict[str, Any]
 
-PHASES = ("sft", "rl")
 
-
-def number(value: object) -> float:
-    """The value as a float; NaN if it is not a number that can be drawn."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and -1e300 < value < 1e300 else math.nan  # type: ignore[operator,arg-type]
-
-
-def list_of(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def mapping_of(value: object) -> Line:
-    return value if isinstance(value, dict) else {}
+def number(value: Any) -> float:
+    """The value as a float; NaN for None, by which JSON lines say NaN."""
+    return math.nan if value is None else float(value)
 
 
 class Evaluated:
-    """An evaluation.
+    """An evaluation: a line of evaluations.jsonl, or the JSON of a result.
 
-    Args:
-        content: a line of evaluations.jsonl, or the JSON of a result.
-        solved: reward from which a response is correct, unless the content says so itself.
+    `solved` is the reward from which a response is correct, unless the content says so itself.
     """
 
     def __init__(self, content: Mapping[str, Any], solved: float = 1.0) -> None:
         self.content = content
         self.split, self.phase = str(content.get("split")), str(content.get("phase"))
         self.step = number(content.get("step"))
-        self.metrics = {name: number(value) for name, value in mapping_of(content.get("metrics")).items()}
-        self.prompts = [line for line in list_of(content.get("prompts")) if isinstance(line, dict)]
-        calibrated = number(content.get("solved"))
-        self.solved = solved if math.isnan(calibrated) else calibrated
+        self.metrics = {name: number(value) for name, value in content["metrics"].items()}
+        self.prompts: list[Line] = content["prompts"]
+        self.solved = solved if content.get("solved") is None else content["solved"]
 
     @functools.cached_property
     def table(self) -> pd.DataFrame:
@@ -63,27 +49,20 @@ class Evaluated:
         reward = number(line.get("reward"))
         correct = number(line["correct"]) if "correct" in line else self._is_correct(reward)
         measures = {"reward": reward, "exact": correct}
-        if rewards := [number(value) for value in list_of(line.get("rewards"))]:
-            marks = [number(mark) for mark in list_of(line.get("right"))] or [*map(self._is_correct, rewards)]
+        if rewards := [number(value) for value in line.get("rewards", [])]:
+            marks = [number(mark) for mark in line.get("right", [])] or [*map(self._is_correct, rewards)]
             known = [value for value in rewards if math.isfinite(value)]
             measures["sampled_reward"] = sum(known) / len(known) if known else math.nan
             measures["sampled_exact"] = estimate_pass_at_k(marks, 1)
             measures |= {f"pass@{k}": estimate_pass_at_k(marks, k) for k in range(1, len(marks) + 1)}
-        return measures | {name: number(value) for name, value in mapping_of(line.get("measures")).items()}
+        return measures | {name: number(value) for name, value in line.get("measures", {}).items()}
 
     def _is_correct(self, reward: float) -> float:
         return math.nan if math.isnan(reward) else float(reward >= self.solved)
 
 
 class RunFolder:
-    """Contents of a run's folder.
-
-    Args:
-        path: the folder.
-
-    Raises:
-        FileNotFoundError: if it has neither recipe.yaml nor metrics.jsonl.
-    """
+    """Contents of a run's folder, which must have a recipe.yaml or metrics.jsonl."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -92,31 +71,23 @@ class RunFolder:
             way_out = f"; there are {', '.join(inside)}" if inside else ""
             raise FileNotFoundError(f"report: folder must have a recipe.yaml or metrics.jsonl, got {path}{way_out}")
         self.unreadable: list[str] = []
-        self.recipe = self._read_recipe()
+        try:
+            self.recipe: Line = yaml.safe_load((self.path / "recipe.yaml").read_text("utf-8")) or {}
+        except (OSError, yaml.YAMLError):
+            self.recipe = {}
+            self.unreadable.append("recipe.yaml")
         self.metrics, self.events = self._read_lines("metrics"), self._read_lines("events")
         solved = self.setting("evaluation.solved") or 1.0
-        evaluations = (Evaluated(line, number(solved)) for line in self._read_lines("evaluations"))
-        known = (e for e in evaluations if e.phase in PHASES and math.isfinite(e.step))
-        self.evaluations = sorted(known, key=lambda e: (PHASES.index(e.phase), e.step))
-
-    def _read_recipe(self) -> Line:
-        try:
-            recipe = yaml.safe_load((self.path / "recipe.yaml").read_text("utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
-            recipe = None
-        if not isinstance(recipe, dict):
-            self.unreadable.append("recipe.yaml")
-        return recipe if isinstance(recipe, dict) else {}
+        evaluations = [Evaluated(line, solved) for line in self._read_lines("evaluations")]
+        self.evaluations = sorted(evaluations, key=lambda e: (e.phase == "rl", e.step))
 
     def _read_lines(self, name: str) -> list[Line]:
         file = self.path / f"{name}.jsonl"
         lines = []
         for i, text in enumerate(file.read_text("utf-8", "replace").split("\n") if file.exists() else [], 1):
             try:
-                # the detour replaces lone surrogates, which no page can hold
-                line = json.loads(json.dumps(json.loads(text or "{}"), ensure_ascii=False).encode("utf-8", "replace"))
-                lines += [dict(line)] if line else []
-            except (TypeError, ValueError):
+                lines += [json.loads(text)] if text else []
+            except ValueError:
                 self.unreadable.append(f"{file.name} line {i}")
         return lines
 
@@ -124,7 +95,7 @@ class RunFolder:
         """A value of the recipe by its key, such as rl.steps; None if it does not exist."""
         value: Any = self.recipe
         for name in key.split("."):
-            value = mapping_of(value).get(name)
+            value = (value or {}).get(name)
         return value
 
     @property
@@ -149,12 +120,10 @@ class RunFolder:
         if source == "validation":
             rows = [{"step": e.step} | e.metrics for e in self.evaluations_of(source)]
         else:
-            lines = [line for line in self.metrics if (line.get("kind"), line.get("phase")) == ("train", source)]
+            lines = [line for line in self.metrics if (line["kind"], line["phase"]) == ("train", source)]
             rows = [{name: number(line[name]) for name in line if "/" in name or name == "step"} for line in lines]
-        frame = pd.DataFrame(
-            [{"step": math.nan} | row for row in rows], columns=None if rows else ["step"], dtype=float
-        )
-        return frame.dropna(subset=["step"]).drop_duplicates("step", keep="last").set_index("step")
+        frame = pd.DataFrame(rows, columns=None if rows else ["step"], dtype=float)
+        return frame.drop_duplicates("step", keep="last").set_index("step")
 
     def series(self, source: str, name: str) -> pd.Series:
         """One of these numbers; NaN where it is missing."""

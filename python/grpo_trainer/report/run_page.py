@@ -17,32 +17,22 @@ from grpo_trainer.report.compare import Comparison, Difference, bootstrap_interv
 from grpo_trainer.report.page import (
     Curve,
     Figure,
-    Point,
     Response,
     Section,
     draw_curves,
-    draw_points,
     format_number,
     shorten,
     table_of,
     write_page,
 )
-from grpo_trainer.report.run_folder import Evaluated, Line, RunFolder, list_of, mapping_of, number
+from grpo_trainer.report.run_folder import Evaluated, Line, RunFolder, number
 
-_MAX_LISTED = 40  # responses of a map
+_MAX_EXAMPLES = 4  # prompts with their responses
 _MAX_SAMPLES = 4  # samples beside a greedy response
 
 
-def write_report(folder: Path, beside: Sequence[Path] = ()) -> Path:
-    """Writes report.html into a run's folder.
-
-    Args:
-        folder: the run's folder.
-        beside: folders of other runs whose step times are compared with this one's.
-
-    Returns:
-        Path of the page.
-    """
+def write_report(folder: Path) -> Path:
+    """Writes report.html into a run's folder, and returns its path."""
     run = RunFolder(folder)
     comparison, lead = _lead(run)
     sections = [
@@ -51,8 +41,6 @@ def write_report(folder: Path, beside: Sequence[Path] = ()) -> Path:
         _before_and_after(run, comparison),
         _evaluations(run),
         *_metrics(run),
-        _maps(run),
-        Section("Time of a step", table=_times([run, *map(RunFolder, beside)])),
         _events(run),
         Section("Recipe", folded=yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True, width=100)),
     ]
@@ -146,13 +134,13 @@ def _metrics(run: RunFolder) -> list[Section]:
 
 def _examples(run: RunFolder) -> Section:
     """The first prompts with the responses before and after training."""
-    pair, tracked = run.before_and_after(), number(run.setting("evaluation.tracked"))
+    pair = run.before_and_after()
     if pair is None:
         return Section("")
     before, after = pair
-    places = after.table.index.get_indexer(before.table.index)[: 4 if math.isnan(tracked) else int(tracked)]
+    places = after.table.index.get_indexer(before.table.index)[:_MAX_EXAMPLES]
     examples = [
-        (shorten(line.get("prompt")), [_response("before", line), _response("after", after.prompts[place])])
+        (shorten(line["prompt"]), [_response("before", line), _response("after", after.prompts[place])])
         for line, place in zip(before.prompts, places, strict=False)
         if place >= 0
     ]
@@ -161,13 +149,12 @@ def _examples(run: RunFolder) -> Section:
 
 
 def _response(title: str, line: Line) -> Response:
-    rewards = list_of(line.get("rewards"))[:_MAX_SAMPLES]
+    rewards = line.get("rewards", [])[:_MAX_SAMPLES]
     samples = [
         Response(f"sample, reward {format_number(number(reward))}", shorten(text))
-        for text, reward in zip(list_of(line.get("samples")), rewards, strict=False)
+        for text, reward in zip(line.get("samples", []), rewards, strict=False)
     ]
-    about = f"{title}, reward {format_number(number(line.get('reward')))}"
-    return Response(about, shorten(line.get("greedy")), samples=samples)
+    return Response(f"{title}, reward {format_number(number(line['reward']))}", shorten(line["greedy"]), samples)
 
 
 def _before_and_after(run: RunFolder, comparison: Comparison | None) -> Section:
@@ -177,8 +164,7 @@ def _before_and_after(run: RunFolder, comparison: Comparison | None) -> Section:
     notes = [f"Means over the {pair[1].split} prompts; p by a sign-flip test; numbers of prompts that rose or fell."]
     if embedder := pair[1].content.get("embedder"):
         notes.append(f"Embeddings by {embedder}.")
-    quantile = number(run.setting("evaluation.solved_quantile"))
-    if not math.isnan(quantile):
+    if (quantile := run.setting("evaluation.solved_quantile")) is not None:
         notes.append(
             f"A response counts as correct from a reward of {format_number(pair[1].solved, 6)} on: the quantile "
             f"{format_number(quantile, 2)} of the rewards of the validation split's demonstrations."
@@ -206,64 +192,14 @@ def _evaluations(run: RunFolder) -> Section:
     frame = pd.DataFrame(metrics, dtype=float).T
     steps = run.series("validation", "semantic_diversity")
     step = collapse_point(steps.index.tolist(), steps.tolist())
-    note = f"From step {step:.0f} on, semantic diversity stays below half of its start."
-    notes = [] if math.isnan(step) else [note]
+    notes = [f"From step {step:.0f} on, semantic diversity stays below half of its start."]
+    notes = [] if math.isnan(step) else notes
     return Section("Evaluations", notes, table=table_of("evaluation", frame[in_order(frame)]))
 
 
-def _maps(run: RunFolder) -> Section:
-    """First and last map of the prompt that was mapped last."""
-    maps = [(e.step, content) for e in run.evaluations if (content := mapping_of(e.content.get("map")))]
-    same = {step: content for step, content in maps if content.get("prompt") == maps[-1][1].get("prompt")}
-    if not same:
-        return Section("")
-    notes = [
-        shorten(maps[-1][1].get("prompt")),
-        "Each point is a response, or several equal ones, coloured by cluster and numbered as in the list. The axes "
-        "are the first two principal components of the normalised embeddings of each map, so distances compare only "
-        "within a map.",
-    ]
-    return Section(
-        "Map of one prompt's responses", notes, [_map(step, same[step]) for step in sorted({min(same), max(same)})]
-    )
-
-
-def _map(step: float, content: Line) -> Figure:
-    groups: dict[tuple[str, float, str], list[Line]] = {}  # equal responses
-    for line in map(mapping_of, list_of(content.get("responses"))):
-        key = str(line.get("text")), number(line.get("cluster")), str(line.get("xy"))
-        groups.setdefault(key, []).append(line)
-    points, listed = [], []
-    for i, ((text, cluster, _), lines) in enumerate(groups.items(), 1):
-        colour = int(cluster) if cluster >= 0 else None
-        where = "excluded from the clustering" if colour is None else f"cluster {colour}"
-        reward = format_number(pd.Series([number(line.get("reward")) for line in lines]).mean())
-        times = f"{len(lines)} times, " if len(lines) > 1 else ""
-        listed.append(Response(f"{i}: {times}{where}, reward {reward}", shorten(text), colour))
-        xy = lines[0].get("xy")
-        x, y = map(number, xy) if isinstance(xy, list) and len(xy) == 2 else (math.nan, math.nan)
-        points += [Point(str(i), x, y, colour, 90 + 45 * len(lines))] if math.isfinite(x + y) else []
-    explained = list_of(content.get("explained"))
-    titles = [f"axis {i}, {100 * number(share):.0f} % of the variance" for i, share in enumerate(explained, 1)]
-    figure = draw_points(f"Step {step:.0f}", points, [*titles, "", ""])
-    caption = f"{sum(map(len, groups.values()))} responses, {len(groups)} distinct"
-    return figure._replace(caption=caption, responses=listed[:_MAX_LISTED])
-
-
-def _times(runs: Sequence[RunFolder]) -> list[list[str]]:
-    """Mean seconds of the parts of an RL step, with a column per run."""
-    seconds = pd.concat([run.frame("rl").filter(regex="^time/").mean() for run in runs], axis=1)
-    if "time/step" not in seconds.index:
-        return []
-    inside = seconds.reindex(["time/generate", "time/model"]).sum()
-    seconds.loc["share outside generate and model"] = 1 - inside / seconds.loc["time/step"]
-    seconds.columns = pd.Index([run.name for run in runs], dtype=object)
-    return table_of("seconds per step", seconds)
-
-
 def _events(run: RunFolder) -> Section:
-    counts = Counter(str(event.get("event")) for event in run.events)
-    last = {str(event.get("event")): event for event in run.events}
+    counts = Counter(event["event"] for event in run.events)
+    last = {event["event"]: event for event in run.events}
     rows = [
         [kind, str(count), ", ".join(f"{k} {v}" for k, v in last[kind].items() if k not in ("event", "time"))]
         for kind, count in counts.items()
