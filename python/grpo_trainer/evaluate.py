@@ -20,6 +20,7 @@ from grpo_trainer.embed import Embedder, embed_all, load_embedder
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Evaluation, Recipe, Similarity, Vllm
 from grpo_trainer.recipe import Rollout as Sampling
+from grpo_trainer.response_map import response_map
 from grpo_trainer.rewards import LoadedReward, component_means, score
 from grpo_trainer.rollout import Rollout, roll_out
 from grpo_trainer.setup import Run, distribute_weights, set_up
@@ -171,9 +172,12 @@ def evaluate_and_log(run: Run, split: str, phase: str, step: int) -> dict[str, f
     metrics = {f"eval/{split}_{name}": value for name, value in result.metrics.items()}
     if split == "validation":
         metrics |= {f"eval/{name}": value for name, value in result.group_metrics.items()}
+    content = result.to_json()
+    if split == "validation" and phase == "rl" and (drawn := response_map(run)) is not None:
+        content["map"] = drawn
     with distributed.fail_together():
         run.log_left_out()
-        run.log.evaluation(phase, step, split, metrics, result.to_json())
+        run.log.evaluation(phase, step, split, metrics, content)
     return metrics
 
 

@@ -98,6 +98,7 @@ def test_responses_of_evaluations_and_steps(run: Path) -> None:
     words = [len(text.split()) for line in last["prompts"] for text in line["samples"]]
     of_last = next(e for e in reversed(logged) if e["split"] == "validation")
     assert of_last["eval/avg_response_length"] == sum(words) / len(words) > 0
+    assert len(last["map"]["responses"]) == 4 and all(len(r["xy"]) == 2 for r in last["map"]["responses"])
     samples = [sample for sample in lines(run, "samples") if sample["step"] == 1]
     assert len(samples) == 24 and {"prompt", "response", "rewards", "advantage"} <= samples[0].keys()
     assert all(samples[i]["prompt"] == samples[i - i % 4]["prompt"] for i in range(24))

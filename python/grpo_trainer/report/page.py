@@ -37,6 +37,7 @@ class Response(NamedTuple):
     about: str
     text: str
     samples: Sequence[Response] = ()
+    colour: int | None = None
 
 
 class Figure(NamedTuple):
@@ -44,6 +45,7 @@ class Figure(NamedTuple):
     svg: Markup
     legend: Sequence[tuple[str, int]] = ()  # labels with their colours
     caption: str = ""
+    responses: Sequence[Response] = ()
 
 
 class Section(NamedTuple):
@@ -68,9 +70,10 @@ class Point(NamedTuple):
     label: str
     x: float
     y: float
-    colour: int
+    colour: int | None
     x_interval: tuple[float, float] = (math.nan, math.nan)
     y_interval: tuple[float, float] = (math.nan, math.nan)
+    size: float = 150
 
 
 def draw_curves(title: str, curves: Mapping[str, Curve], xlabel: str = "step") -> list[Figure]:
@@ -100,13 +103,11 @@ def draw_points(
         if len(front) > 1:  # steps, as nothing is known to be on the diagonal between two points
             axes.step(*zip(*front, strict=True), where="pre", color=_INK, linewidth=1, linestyle="--")
         for point in points:
-            colour = _COLOURS[point.colour % 8]
+            colour, ink = (_GRID, _INK) if point.colour is None else (_COLOURS[point.colour % 8], _PAPER)
             axes.plot(point.x_interval, [point.y] * 2, color=colour, linewidth=1.2)
             axes.plot([point.x] * 2, point.y_interval, color=colour, linewidth=1.2)
-            axes.scatter([point.x], [point.y], s=150, color=colour, zorder=3)
-            axes.text(
-                point.x, point.y, point.label, ha="center", va="center_baseline", fontsize=8, color=_PAPER, zorder=4
-            )
+            axes.scatter([point.x], [point.y], s=point.size, color=colour, zorder=3)
+            axes.text(point.x, point.y, point.label, ha="center", va="center_baseline", fontsize=8, color=ink, zorder=4)
 
     alt = "; ".join(f"{point.label} at {point.x:.3g}, {point.y:.3g}" for point in points)
     return Figure(title, _draw(paint, f"{axis_titles[1]} over {axis_titles[0]}: {alt}", 3.0))

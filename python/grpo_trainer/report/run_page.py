@@ -17,9 +17,11 @@ from grpo_trainer.report.compare import Comparison, Difference, bootstrap_interv
 from grpo_trainer.report.page import (
     Curve,
     Figure,
+    Point,
     Response,
     Section,
     draw_curves,
+    draw_points,
     format_number,
     shorten,
     table_of,
@@ -28,6 +30,7 @@ from grpo_trainer.report.page import (
 from grpo_trainer.report.run_folder import Evaluated, Line, RunFolder, number
 
 _MAX_EXAMPLES = 4  # prompts with their responses
+_MAX_LISTED = 40  # responses of a map
 _MAX_SAMPLES = 4  # samples beside a greedy response
 
 
@@ -41,6 +44,7 @@ def write_report(folder: Path) -> Path:
         _before_and_after(run, comparison),
         _evaluations(run),
         *_metrics(run),
+        _maps(run),
         _events(run),
         Section("Recipe", folded=yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True, width=100)),
     ]
@@ -195,6 +199,43 @@ def _evaluations(run: RunFolder) -> Section:
     notes = [f"From step {step:.0f} on, semantic diversity stays below half of its start."]
     notes = [] if math.isnan(step) else notes
     return Section("Evaluations", notes, table=table_of("evaluation", frame[in_order(frame)]))
+
+
+def _maps(run: RunFolder) -> Section:
+    """First and last map of the prompt that was mapped last."""
+    maps = [(e.step, content) for e in run.evaluations if (content := e.content.get("map"))]
+    same = {step: content for step, content in maps if content["prompt"] == maps[-1][1]["prompt"]}
+    if not same:
+        return Section("")
+    notes = [
+        shorten(maps[-1][1]["prompt"]),
+        "Each point is a response, or several equal ones, coloured by cluster and numbered as in the list. The axes "
+        "are the first two principal components of the normalised embeddings of each map, so distances compare only "
+        "within a map.",
+    ]
+    return Section(
+        "Map of one prompt's responses", notes, [_map(step, same[step]) for step in sorted({min(same), max(same)})]
+    )
+
+
+def _map(step: float, content: Line) -> Figure:
+    groups: dict[tuple[str, float, str], list[Line]] = {}  # equal responses
+    for line in content["responses"]:
+        key = line["text"], number(line["cluster"]), str(line["xy"])
+        groups.setdefault(key, []).append(line)
+    points, listed = [], []
+    for i, ((text, cluster, _), lines) in enumerate(groups.items(), 1):
+        colour = int(cluster) if cluster >= 0 else None
+        where = "excluded from the clustering" if colour is None else f"cluster {colour}"
+        reward = format_number(pd.Series([number(line["reward"]) for line in lines]).mean())
+        times = f"{len(lines)} times, " if len(lines) > 1 else ""
+        listed.append(Response(f"{i}: {times}{where}, reward {reward}", shorten(text), colour=colour))
+        if (xy := lines[0]["xy"]) is not None:
+            points.append(Point(str(i), xy[0], xy[1], colour, size=90 + 45 * len(lines)))
+    titles = [f"axis {i}, {100 * share:.0f} % of the variance" for i, share in enumerate(content["explained"], 1)]
+    figure = draw_points(f"Step {step:.0f}", points, titles)
+    caption = f"{sum(map(len, groups.values()))} responses, {len(groups)} distinct"
+    return figure._replace(caption=caption, responses=listed[:_MAX_LISTED])
 
 
 def _events(run: RunFolder) -> Section:
