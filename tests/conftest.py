@@ -35,6 +35,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("project")
 CHOICES = backends._choices
+NIGHTLY = Path(__file__).parent / "nightly"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,13 +62,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests of the GPU's backends, and leaves out tests marked `full`, and of parametrized tests all cases but a
-    cover for each backend."""
+    """Marks tests of the GPU's backends. Leaves out nightly tests, tests marked `full`, and of parametrized tests all
+    cases but a cover for each backend."""
     for item in items:
         if getattr(getattr(item, "callspec", None), "params", {}).get("backend") in ("cuda", "triton"):
             item.add_marker("gpu")
     if not config.getoption("--nightly"):
-        nightly = [item for item in items if item.get_closest_marker("nightly") is not None]
+        nightly = [item for item in items if item.path.is_relative_to(NIGHTLY)]
         config.hook.pytest_deselected(items=nightly)
         items[:] = [item for item in items if item not in nightly]
     if config.getoption("--all") or config.getoption("--nightly"):

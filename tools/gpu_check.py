@@ -1,6 +1,6 @@
 """Checks everything that needs a GPU in one command, in nine minutes and without a network, most valuable parts first.
 
-    python -m tools.gpu_check [--parts PART ...] [--seconds 530] [--against ARCHIVE] [--list]
+    python -m tools.gpu_check [--parts PART ...] [--seconds 530] [--list]
 
 build      the libraries for this GPU, in place; beside it, Triton's kernels are compiled and checked with low priority
 tests      a small call of each op, values and gradients of every kernel's cases against float64, and tests/ops

@@ -2,7 +2,7 @@
 
     pool = RayEmbedderPool(encode, workers=4, gpus_per_worker=0.25)    # encode: texts -> [N, D]
     embeddings = pool(texts, groups=8)                                 # eight consecutive texts belong to one prompt
-    pool.close()                                                       # or `with RayEmbedderPool(...) as pool:`
+    pool.close()                                                       # or contextlib.closing(pool)
 
 In a recipe: `algorithm: {similarity: {workers: 4, gpus_per_worker: 0.25}}`.
 """
