@@ -24,8 +24,8 @@ TORCH := $(if $(shell nvidia-smi -L 2>/dev/null),"torch>=2.11",torch==2.13.0 tri
 # the pinned version of every package of every environment; what to install is in pyproject.toml
 LOCK := tools/constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# the first version that reads dependency groups
-NEW_PIP := --upgrade 'pip>=25.1'
+# 25.1 is the first that reads dependency groups; 26 shows a page of setuptools' advice about editable installs.
+NEW_PIP := --upgrade -c $(LOCK) pip
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml $(LOCK)
 CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 

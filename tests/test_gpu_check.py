@@ -156,17 +156,6 @@ def test_the_most_valuable_comes_first_and_nothing_runs_beside_timings(machine: 
     assert all(len(parts) == 1 for _, parts in gpu_check.STAGES if {*parts} & {"benchmarks", "step"})
 
 
-def test_parts_and_seconds_are_listed(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    gpu_check.main(["--list", "--parts", "build", "step", "--seconds", "260"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines] == [
-        ["build", "build", "180"],
-        ["build", "triton", "180"],
-        ["step", "step", "80"],
-    ]
-    assert list(machine.out.iterdir()) == []
-
-
 def test_the_tools_take_the_options_they_are_given(machine: Machine) -> None:
     checked = set()
     for command in (step.command for part in gpu_check.PARTS for chain in chains(part) for step in chain):
@@ -228,11 +217,6 @@ def test_errors_of_the_sanitizer(machine: Machine, summary: str) -> None:
     status, steps = machine.run("--parts", "sanitizer", summary=summary)
     assert status == 1 and steps["sanitizer initcheck"]["state"] == "reports"
     assert {steps[f"sanitizer {tool}"]["state"] for tool in ("memcheck", "racecheck", "synccheck")} == {"FAILED"}
-
-
-def test_results_of_an_earlier_run_do_not_count(machine: Machine) -> None:
-    assert "1 failed" in (machine.run(state="failed"), machine.page())[1]
-    assert "1 failed" not in (machine.run("--parts", "build"), machine.page())[1]
 
 
 def test_wheels_come_first(machine: Machine) -> None:
