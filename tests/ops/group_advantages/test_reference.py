@@ -131,6 +131,13 @@ def test_settings_in_numbers(fields: dict[str, Any], rewards: Any, want: Any) ->
     np.testing.assert_allclose(got["advantages"].numpy(), want, rtol=1e-14, atol=1e-14)
 
 
+def test_the_deviation_of_the_others_has_a_floor() -> None:
+    config = gk.AdvantageConfig("nemo-grpo", eps=0.5, std_floor=2.0)
+    got = call({"rewards": torch.tensor(R), "groups": 4}, "reference", config)["advantages"]
+    want = (R - of_others(np.mean, R)) / (np.maximum(of_others(deviation, R), 2) + 0.5)
+    np.testing.assert_allclose(got.numpy(), want, rtol=1e-14)
+
+
 # Promises of the page
 
 
