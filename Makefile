@@ -30,8 +30,8 @@ SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml $(L
 CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 # The oldest supported versions, if possible on Python 3.12, which most GPU machines have. torch 2.11 pins Triton 3.6,
-# whose interpreter fails with numpy 2.4, so the lock has an older one. It asks for an old setuptools, too, which builds
-# do not need.
+# whose interpreter fails with numpy 2.4, so the lock has an older one. It needs setuptools below 82, which the lock
+# leaves open.
 FLOOR := .venv-floor
 FLOOR_BIN := $(FLOOR)/bin
 FLOOR_PYTHON ?= $(firstword $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null) \
@@ -176,8 +176,8 @@ $(ENGINE)/packages: $(LOCK) pyproject.toml
 $(FLOOR)/packages: $(LOCK) pyproject.toml
 	$(FLOOR_PYTHON) -m venv $(FLOOR)
 	$(FLOOR_BIN)/python -m pip install --quiet $(NEW_PIP)
-	$(FLOOR_BIN)/python -m pip install --quiet -c $(LOCK) torch==2.11.0 triton==3.6.0
-	$(FLOOR_BIN)/python -m pip install --quiet -c $(LOCK) --group build numpy pytest pytest-xdist hypothesis
+	$(FLOOR_BIN)/python -m pip install --quiet -c $(LOCK) torch==2.11.0 triton==3.6.0 --group build numpy pytest \
+		pytest-xdist hypothesis
 	touch $@
 
 # What builds and checks a release.
