@@ -95,6 +95,7 @@ def draw_ratios(cases: list[Result], theme: str, path: Path) -> None:
         y += 1
     axes.set_yticks(list(names), list(names.values()), fontsize=8)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda ratio, _: f"{ratio:,g}x")
     axes.set_xlim(0.9 * low, 2.5 * high)
     axes.set_ylim(y - 0.4, -0.5)
     axes.tick_params(axis="x", labelsize=8)
