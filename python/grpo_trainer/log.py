@@ -25,6 +25,11 @@ SHOWN = {  # in the progress line
 }
 
 
+def short(value: float) -> str:
+    decimals = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 3
+    return f"{value:,.{decimals}f}"
+
+
 class Log:
     """Writes the run's JSON lines.
 
@@ -91,7 +96,7 @@ class Log:
         if not (self.is_main and self.settings.progress):
             return
         shown = {name: metrics[key] for key, name in SHOWN.items() if key in metrics}
-        text = ", ".join(f"{name} {value:,.{0 if abs(value) >= 100 else 3}f}" for name, value in shown.items())
+        text = ", ".join(f"{name} {short(value)}" for name, value in shown.items())
         if not sys.stderr.isatty():
             if done == total or done % max(1, total // 10) == 0:
                 self.line(f"{phase} {done}/{total}  {text}")
