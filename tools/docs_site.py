@@ -1,6 +1,6 @@
 """Hooks of MkDocs (mkdocs.yml) that make a site of documents written for GitHub.
 
-The README becomes the home page, and the project's other documents, the tutorial and the API reference become pages.
+The README becomes the home page, and the project's other documents, the notebooks and the API reference become pages.
 Links between documents and sources are rewritten: the sources are no part of the site, so their names stay as text.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")  # pages with the same name
 HOME = "README.md"  # that of the project; docs/README.md lists the pages for readers on GitHub
-NOTEBOOK = "tutorial.ipynb"
+NOTEBOOKS = ("tutorial", "trl_side_by_side")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
@@ -80,7 +80,7 @@ def relinked(text: str, place: str, folder: str) -> str:
         label, target, anchor = match[1], match[2], match[3] or ""
         path = posixpath.normpath(posixpath.join(posixpath.dirname(place), target))
         is_page = path.startswith("docs/") or path in (*DOCUMENTS, HOME)
-        page = path.removeprefix("docs/").replace(NOTEBOOK, "tutorial.md")
+        page = re.sub(r"\.ipynb$", ".md", path.removeprefix("docs/"))
         if not is_page:
             return label if (ROOT / path).exists() else match[0]  # strict mode reports what leads nowhere
         return f"[{label}]({posixpath.relpath(page, folder or '.')}{anchor})"
@@ -88,34 +88,36 @@ def relinked(text: str, place: str, folder: str) -> str:
     return LINK.sub(relink, text)
 
 
-def tutorial() -> tuple[str, dict[str, bytes]]:
-    """The notebook as a page, and its images by name."""
+def notebook_page(name: str) -> tuple[str, dict[str, bytes]]:
+    """A notebook as a page, and its images by name."""
     parts: list[str] = []
     images: dict[str, bytes] = {}
-    for cell in json.loads((ROOT / "docs" / NOTEBOOK).read_text())["cells"]:
+    for cell in json.loads((ROOT / "docs" / f"{name}.ipynb").read_text())["cells"]:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         for output in cell.get("outputs", []):
             if "text" in output:
                 parts.append(f"```text\n{''.join(output['text'])}```")
             else:
-                name = f"images/tutorial_{len(images) + 1}.png"
-                images[name] = base64.b64decode(output["data"]["image/png"])
-                parts.append(f"![Plot of the cell above]({name})")
+                image = f"images/{name}_{len(images) + 1}.png"
+                images[image] = base64.b64decode(output["data"]["image/png"])
+                parts.append(f"![Plot of the cell above]({image})")
     return "\n\n".join(parts) + "\n", images
 
 
 def generated_pages() -> dict[str, str]:
     """Pages that are not files of docs/, by their names."""
     documents = {name: (ROOT / name).read_text() for name in DOCUMENTS}
-    return {"api.md": api_page(), "tutorial.md": tutorial()[0]} | documents
+    notebooks = {f"{name}.md": notebook_page(name)[0] for name in NOTEBOOKS}
+    return {"api.md": api_page()} | notebooks | documents
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the generated pages and the images of the tutorial."""
+    """Adds the generated pages and the images of the notebooks."""
     from mkdocs.structure.files import File
 
-    for name, content in (generated_pages() | tutorial()[1]).items():
+    images = {path: image for name in NOTEBOOKS for path, image in notebook_page(name)[1].items()}
+    for name, content in (generated_pages() | images).items():
         files.append(File.generated(config, name, content=content))
     return files
 

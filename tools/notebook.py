@@ -1,13 +1,14 @@
-"""Runs examples/tutorial.py cell by cell, and writes docs/tutorial.ipynb with what the cells print and plot.
+"""Runs examples/NAME.py cell by cell, and writes docs/NAME.ipynb with what the cells print and plot.
 
-python -m tools.notebook
+python -m tools.notebook [tutorial | trl_side_by_side]
 
-The script is in the percent format, which editors run by cells: `# %%` opens a cell of code, `# %% [markdown]` one of
+A script is in the percent format, which editors run by cells: `# %%` opens a cell of code, `# %% [markdown]` one of
 text.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
 import io
@@ -17,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "examples" / "tutorial.py"
-NOTEBOOK = ROOT / "docs" / "tutorial.ipynb"
+NAMES = ("tutorial", "trl_side_by_side")
 
 
 def cells_of(script: str) -> list[tuple[str, str]]:
@@ -32,13 +32,21 @@ def cells_of(script: str) -> list[tuple[str, str]]:
     return cells
 
 
+def script_of(name: str) -> Path:
+    return ROOT / "examples" / f"{name}.py"
+
+
+def notebook_of(name: str) -> Path:
+    return ROOT / "docs" / f"{name}.ipynb"
+
+
 def run_cell(code: str, scope: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs a cell and returns its outputs: what it printed, then its figures."""
     import matplotlib.pyplot as plt
 
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, str(SCRIPT), "exec"), scope)
+        exec(compile(code, "cell", "exec"), scope)
     outputs: list[dict[str, Any]] = []
     if printed.getvalue():
         outputs.append({"output_type": "stream", "name": "stdout", "text": lines_of(printed.getvalue())})
@@ -73,8 +81,11 @@ def notebook(script: str, is_run: bool = True) -> dict[str, Any]:
 def main() -> None:
     import matplotlib
 
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", choices=NAMES, default=NAMES[0], help="default: %(default)s")
+    name = parser.parse_args().name
     matplotlib.use("agg")
-    NOTEBOOK.write_text(json.dumps(notebook(SCRIPT.read_text()), indent=1) + "\n")
+    notebook_of(name).write_text(json.dumps(notebook(script_of(name).read_text()), indent=1) + "\n")
 
 
 if __name__ == "__main__":

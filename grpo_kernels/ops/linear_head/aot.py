@@ -1,9 +1,11 @@
-"""Specialisations of the Triton kernels over a support that tools/aot_compile.py compiles without a GPU."""
+"""Specialisations of the Triton kernels over a support and of a teacher's ids that tools/aot_compile.py compiles without a GPU."""
 
 from __future__ import annotations
 
 from grpo_kernels.aot import AotCase
+from grpo_kernels.ops.linear_head import divergence_triton
 from grpo_kernels.ops.linear_head import triton as kernels
+from grpo_kernels.ops.linear_head.divergence import KINDS, TAILS
 
 _SIZES = ("width", "stride", "hidden_stride", "weight_stride")
 
@@ -32,6 +34,17 @@ def _cases(dtype: str, is_aligned: bool) -> tuple[AotCase, ...]:
     )
 
 
-AOT_SIGNATURES = tuple(
-    case for dtype in ("bf16", "fp32") for is_aligned in (True, False) for case in _cases(dtype, is_aligned)
+def _terms(kind: int, tail: int) -> AotCase:
+    names = ("scaled", "ids", "teacher_logprobs", "shares", "values", "mass", "by_rest", "by_id")
+    types = {"others_ptr": "*fp32"} | {f"{name}_ptr": "*fp64" for name in names} | {"ids_ptr": "*i64"}
+    types |= {"beta": "fp64", "count": "i32", "stride": "i64"}
+    constants = {"KIND": kind, "TAIL": tail, "COUNT": 64}
+    return AotCase(
+        divergence_triton._terms_kernel, types, constants, num_warps=1, label=f"terms {KINDS[kind]} {TAILS[tail]}"
+    )
+
+
+AOT_SIGNATURES = (
+    *(case for dtype in ("bf16", "fp32") for is_aligned in (True, False) for case in _cases(dtype, is_aligned)),
+    *(_terms(kind, tail) for kind in range(len(KINDS)) for tail in range(len(TAILS))),
 )

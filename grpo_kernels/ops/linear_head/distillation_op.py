@@ -77,7 +77,7 @@ def forward(backend: str, inputs: Distillation, into: Tensor | None = None) -> t
             tokens = part if selected is None else selected[part]
             chunk = products.measure(tokens, False, _columns(teacher.ids[tokens], products))
             values[tokens], mass[tokens], by_rest, by_id = _terms(
-                chunk.normalizer[0], cast(SeparateColumns, chunk.separate), teacher, tokens
+                backend, chunk.normalizer[0], cast(SeparateColumns, chunk.separate), teacher, tokens
             )
             if gradients is not None:
                 gradients.add(chunk, by_rest.to(head.wide), None, tokens, by_id.to(head.wide))
@@ -91,7 +91,7 @@ def _columns(ids: Tensor, products: Products) -> Tensor:
 
 
 def _terms(
-    others: Tensor, separate: SeparateColumns, teacher: TeacherTokens, tokens: slice | Tensor
+    backend: str, others: Tensor, separate: SeparateColumns, teacher: TeacherTokens, tokens: slice | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Divergence and mass of each token, and the gradients: of the rest as of minus a log-prob, and of the ids' logits.
 
@@ -102,6 +102,11 @@ def _terms(
         others: log-sum-exp of all columns but the ids
         apart: the ids' columns, perhaps followed by another
     """
+    if backend == "triton":
+        from grpo_kernels.ops.linear_head import divergence_triton
+
+        values, mass, by_rest, by_scaled = divergence_triton.terms(others, separate.scaled, teacher, tokens)
+        return values, mass, by_rest, by_scaled.mul_(separate.slopes[:, : by_scaled.shape[1]])
     shares, ids = teacher.shares[tokens], teacher.ids[tokens]
     counts, scaled = shares != 0, separate.scaled[:, : ids.shape[1]]
     log_p, log_q, log_mass, log_rest = _reference.categories(
@@ -128,7 +133,8 @@ class Term:
         mass: the student's probability of the teacher's ids, likewise
     """
 
-    def __init__(self, teacher: TeacherTokens, targets: Tensor) -> None:
+    def __init__(self, backend: str, teacher: TeacherTokens, targets: Tensor) -> None:
+        self.backend = backend
         self.teacher, self.targets, self.shares = teacher, targets, teacher.shares
         self.divergence, self.mass = torch.zeros_like(self.shares), torch.zeros_like(self.shares)
 
@@ -162,7 +168,7 @@ class Term:
         separate, whole = cast(SeparateColumns, chunk.separate), _whole(chunk, self.targets[tokens])
         target = separate.scaled[:, -1]  # unless it is one of the ids
         others = torch.logaddexp(whole.rest, target)
-        self.divergence[tokens], self.mass[tokens], by_others, by_id = _terms(others, separate, self.teacher, tokens)
+        self.divergence[tokens], self.mass[tokens], by_others, by_id = _terms(self.backend, others, separate, self.teacher, tokens)
         finite = torch.where(others == -torch.inf, 0, others)
         by_rest, by_target = by_others * (whole.rest - finite).exp(), by_others * (target - finite).exp()
         upstream = by_logprob.double()[:, None]

@@ -229,7 +229,7 @@ def _in_chunks(call: _Call, chunking: loss_op.Chunking, shard: Shard | None, bac
     """The loss with its gradient, chunk by chunk; the divergence from a teacher shares its products."""
     head, policy = call.head, call.policy
     check_weight_grad(_OP, call.weight_grad, head, True, "")
-    term = None if call.teacher is None else distillation_op.Term(call.teacher, head.targets)
+    term = None if call.teacher is None else distillation_op.Term(backend, call.teacher, head.targets)
     inputs = loss_op.HeadLoss(head, call.reference, policy, chunking, head.needs_grad)
     loss, metrics = loss_op.apply(backend, inputs, call.weight_grad, shard, term)
     by_row = policy.advantages.shape != call.layout.shape
