@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # must be set before torch is imported, as in grpo_trainer.cli
 
 import pandas as pd
+import scipy.stats
 import torch
 from grpo_trainer import recipes
 from grpo_trainer.recipe import Recipe
@@ -36,7 +37,7 @@ from grpo_trainer.tasks import load_task
 from grpo_trainer.train import train
 
 QUALITY = ("reward", "sampled_reward", "exact", "pass@10")
-MEASURES = (*QUALITY, "semantic_diversity", "distinct_2", "vendi", "cluster_entropy", "usq")
+MEASURES = (*QUALITY, "semantic_diversity", "distinct_2", "self_bleu", "vendi", "cluster_entropy", "usq")
 SFT = "SFT"
 
 
@@ -135,9 +136,10 @@ def figures(run: RunFolder, measure: Callable[[Evaluated], Mapping[str, float]] 
     evaluated = run.final_evaluation()
     assert evaluated is not None, run.path
     own = {name: evaluated.metrics[name] for name in MEASURES if name in evaluated.metrics}
+    entropy = run.series("rl", "train/entropy").tail(5).mean()  # of the next token, in the last steps
     endpoints = 1 - run.series("rl", "group/compression_ratio").mean()  # share of tokens that are endpoints
     more = {} if math.isnan(endpoints) else {"endpoints": endpoints}
-    return own | more | dict(measure(evaluated) if measure is not None else {})
+    return own | {"token_entropy": entropy} | more | dict(measure(evaluated) if measure is not None else {})
 
 
 def gains(title: str, before: Evaluated, after: Evaluated) -> list[dict[str, Any]]:
@@ -158,8 +160,22 @@ def gains(title: str, before: Evaluated, after: Evaluated) -> list[dict[str, Any
     ]
 
 
+def over_seeds(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """A row of means for each name, one of the half width of their 95 % intervals over seeds, and of differences."""
+    groups = {name: rows.set_index("seed").drop(columns="") for name, rows in table.groupby("", sort=False)}
+    first, *others = groups
+    groups |= {f"{name} less {first}": groups[name] - groups[first] for name in others}
+    result = []
+    for name, rows in groups.items():
+        result.append({"": name, "seed": "mean"} | rows.mean().to_dict())
+        if len(rows) > 1:
+            half = rows.sem() * scipy.stats.t.ppf(0.975, len(rows) - 1)
+            result.append({"": name, "seed": "95 % +-"} | half.to_dict())
+    return result
+
+
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    table = pd.DataFrame(rows).fillna("")
+    table = pd.DataFrame(rows).astype(object).fillna("")
     lines = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy().tolist()]
     return "\n".join(
         f"| {' | '.join(f'{v:.3f}' if isinstance(v, float) else str(v) for v in line)} |" for line in lines
@@ -205,8 +221,7 @@ def main() -> None:
                     changes += gains(f"{name}, seed {seed}", *pair)
         table += [{"": name, "seed": seed} | figures(run, measure) for name, run in runs.items()]
         folders += [run.path for run in runs.values()]
-    means = pd.DataFrame(table).groupby("", sort=False).mean(numeric_only=True).reset_index()
-    print(markdown([*table, *means.assign(seed="mean").to_dict("records")]))
+    print(markdown([*table, *over_seeds(pd.DataFrame(table))]))
     print(f"\n{markdown(changes)}")
     if len(names) > 1:
         print(f"\npage: {write_comparison(folders, options.folder / 'comparison')}")
