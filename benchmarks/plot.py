@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,27 @@ def write_curve(results: list[Result], theme: str, path: Path) -> None:
     finish(figure, theme, path)
 
 
+def write_curves(results: list[Result], theme: str, path: Path) -> None:
+    """Draw the mean reward of the samples over the steps of RL, of each run and of each name's seeds together."""
+    runs = defaultdict(list)
+    for result in results:
+        if "run" in result:
+            rows = [line["rewards/mean"] for line in result["run"] if (line["kind"], line["phase"]) == ("train", "rl")]
+            runs[result["name"].rpartition("-")[0]].append(rows)
+    figure, axes = plt.subplots(figsize=(WIDTH, 3), layout="constrained")
+    for colour, (name, seeds) in zip(COLOURS, runs.items(), strict=False):
+        means = [sum(values) / len(values) for values in zip(*seeds, strict=True)]
+        for values, width, label in [(values, 0.6, "") for values in seeds] + [(means, 2.0, name)]:
+            axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=width, label=label or "_")
+    axes.set_ylim(bottom=0)
+    axes.grid(True, axis="y", color=THEMES[theme]["faint"], linewidth=0.5)
+    axes.tick_params(labelsize=8)
+    axes.set_xlabel("step of reinforcement learning", fontsize=8)
+    axes.set_ylabel("mean reward of the samples", fontsize=8)
+    figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncols=len(runs))
+    finish(figure, theme, path)
+
+
 def finish(figure: Figure, theme: str, path: Path) -> None:
     """Colour every part of the figure, and save it."""
     colours = THEMES[theme]
@@ -201,8 +223,8 @@ def write_all(results: list[Result], out: Path) -> list[Path]:
         figures["scaling"] = write_scaling
     if any("rows" in result for result in results):
         figures["step"] = write_step
-    if any("run" in result for result in results):
-        figures["curve"] = write_curve
+    if runs := [result for result in results if "run" in result]:
+        figures |= {"curve": write_curve} if len(runs) == 1 else {"curves": write_curves}
     if not figures:
         raise SystemExit("plot: results must hold cases, sweeps, the rows of a step or a run, got none of them")
     written = []
@@ -214,10 +236,10 @@ def write_all(results: list[Result], out: Path) -> list[Path]:
 
 
 def load(path: Path) -> Result:
-    """Results of a JSON file, or under "run" the lines of a run's metrics.jsonl."""
+    """Results of a JSON file, or under "run" the lines of a run's metrics.jsonl, with its name."""
     text = path.read_text()
     if path.suffix == ".jsonl":
-        return {"run": [json.loads(line) for line in text.splitlines()]}
+        return {"name": path.parent.name, "run": [json.loads(line) for line in text.splitlines()]}
     content: Result = json.loads(text)
     return content
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 TRAINERS = ("GRPOTrainer", "FusedGRPOTrainer")
-STEPS = 12
+STEPS = 6
 results = {}
 for name in TRAINERS:
     out = Path("runs") / f"smollm2-{name}"

@@ -62,10 +62,14 @@ def main() -> None:
         bf16=False,
         gradient_checkpointing=False,
     )
-    # with "vote", rewards of masked completions count in the baseline, as in TRL
-    kind, more = (GRPOTrainer, {}) if options.trainer == "GRPOTrainer" else (FusedGRPOTrainer, {"masked_rows": "vote"})
+    kind, more = GRPOTrainer, {}
+    if options.trainer == "FusedGRPOTrainer":
+        # the loss from hidden states, and rewards of masked completions count in the baseline, as in TRL
+        kind, more = FusedGRPOTrainer, {"head": "fused", "masked_rows": "vote"}
+    model = AutoModelForCausalLM.from_pretrained(**source(MODEL))
+    model.is_quantized = False  # its weights are float32 now; transformers 5.17 would refuse to train it
     trainer = kind(
-        AutoModelForCausalLM.from_pretrained(**source(MODEL)),
+        model,
         is_right,
         settings,
         Dataset.from_list(tasks.make("word_problems", 0, {}).train),
