@@ -29,12 +29,9 @@ from grpo_trainer.recipe import Data, Reward
 from grpo_trainer.recipes import FOLDERS, validated
 from grpo_trainer.rewards import load_reward
 from grpo_trainer.rewards.numbers import final_number
-from grpo_trainer.setup import set_up
 from grpo_trainer.splits import corpus_of, load_splits, read_lines
 from grpo_trainer.tasks import Item, Splits, load_task
 from grpo_trainer.tiny import train_tokenizer
-
-from tests.trainer import small
 
 CHAT = [{"role": "user", "content": "a"}]
 TALKS = [
@@ -172,7 +169,6 @@ ERRORS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"n": 1}, {"template": "{question}"}, "no column 'question'; all are n (example 1 of train)"),
     ({"a": CHAT}, {"template": "{a}"}, "(example 1 of train); the messages of a chat need no template"),
     ({"a": None}, {"template": "{a}"}, "data.template: column 'a' must hold a text or a number, got None"),
-    ({"a": True}, {"template": "{a}"}, "column 'a' must hold a text or a number, got True"),
     ({"a": ["x"], "b": ["y"]}, {"demonstration_template": "{a} {b}"}, "at most one column may hold a list, got ['a', "),
     ({"demonstration": []}, {}, "data.demonstration: no text of column 'demonstration' may be empty, got []"),
     ({"demonstration": ["a", " "]}, {}, "may be empty, got ['a', ' '] (example 1 of sft)"),
@@ -187,7 +183,7 @@ ERRORS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 ERRORS += [
     (TALKS[0], {"template": text}, f"must have nothing but the name of a column in braces, got '{text}'")
-    for text in ("{}", "{0}", "{question!r}", "{question:>9}", "{question.x}", "{answers[0]}")
+    for text in ("{}", "{question!r}", "{question:>9}", "{question.x}", "{answers[0]}")
 ]
 
 
@@ -198,16 +194,6 @@ def test_columns_that_do_not_fit_are_named(
     with pytest.raises(ValueError) as error:
         load_splits(data(tmp_path, [line], **settings), 0)
     assert message in str(error.value)
-
-
-def test_sft_without_a_demonstration_is_refused(tmp_path: Path) -> None:
-    file = written(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "1", "n": None}])
-    for key, column, reason in (
-        ("demonstration", "anser", "'anser'; the nearest is 'answer'"),
-        ("demonstration_template", "'{n}'", "'n', which are null"),
-    ):
-        with pytest.raises(ValueError, match=f"^data.{key}: must have a column of some line, got {reason}"):
-            set_up(small.recipe(tmp_path / "run", f"data={{task: null, train: {file}, {key}: {column}}}"))
 
 
 # Published data
@@ -250,10 +236,8 @@ def parts(prefix: Path) -> dict[str, list[dict[str, Any]]]:
         ("gsm8k", {"question": " "}, "question: String should have at least 1 character, got ' '"),
         ("gsm8k", {"answer": "72"}, "answer: must end in #### and a number, got '72'"),
         ("gsm8k", {"answer": "<<1+1=2\n#### 2"}, "answer: annotations must have the form <<48/2=24>>"),
-        ("dialogue", {"answers": []}, "answers: List should have at least 1 item"),
         ("dialogue", {"answers": ["x", " "]}, "answers.1: String should match pattern"),
         ("reply", {"reply_likes": -1}, "reply_likes: must be greater than or equal to 0, got -1"),
-        ("reply", {"reply_likes": True}, "reply_likes: must be of type number, got True"),
         ("reply", {"tweet_likes": 1.5}, "tweet_likes: must be a multiple of 1, got 1.5"),
         ("reply", {"tweet": None}, "tweet: must be of type string, got None"),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import shutil
 import socket
 import threading
 import time
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("openai")
 
@@ -24,9 +22,7 @@ from grpo_trainer.metrics import counter_metrics
 from grpo_trainer.recipe import Reward
 from grpo_trainer.rewards import LoadedReward, RewardError, load_reward, score
 from grpo_trainer.rewards.judge import BODY
-from grpo_trainer.train import train
 
-from tests.trainer import small
 from tests.trainer.test_rewards import rollout
 
 OpenAI = openai.OpenAI
@@ -189,21 +185,3 @@ def test_equal_responses_are_judged_once_and_the_file_serves_other_processes(
         assert asked("a 1", **other) == 1, other
     file.write_bytes(file.read_bytes()[:-9])  # by a process that was killed while it wrote the last judgement
     assert [asked("a 1", scores=[0, 10]), asked("a 1", scores=[0, 10])] == [1, 0]
-
-
-def test_a_resumed_run_repeats_the_judgements_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The judge's answers change with every request: with the file, the resumed run still ends with the same bits."""
-    endpoint = Endpoint(monkeypatch, lambda *_: 1 + len(endpoint.requests) * 7 % 9)
-    judge = loaded(cache_file=str(tmp_path / "cache")).settings
-    more = ("checkpoints={every: 1, keep: 9}", "evaluation.every=0")
-    recipe = small.recipe(tmp_path / "run", f"rl.rewards={json.dumps([judge.model_dump()])}", *more)
-    train(recipe)
-    steps = small.steps(tmp_path / "run")
-    assert steps[0]["rewards/judge_requests"] > 0 == steps[0]["rewards/judge_failed"]
-    final, asked = small.weights(tmp_path / "run"), len(endpoint.requests)
-    for checkpoint in ("rl-3", "rl-4"):
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / checkpoint)
-    train(recipe, resume=True)
-    resumed = small.weights(tmp_path / "run")
-    assert all(torch.equal(value, final[name]) for name, value in resumed.items())
-    assert len(endpoint.requests) == asked

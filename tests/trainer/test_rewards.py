@@ -221,7 +221,9 @@ def test_missing_references_and_truncated_responses() -> None:
     assert values == [1, 1, 1, 1, 0, 0, 0, None]
     some = [{"prompt": "p", "answer": "4"}, {"prompt": "p", "answer": None}, {"prompt": "p"}]
     rule = "key: 'exact' gets None for 'answer', which 2 of 3 lines lack"
-    assert list(rewards.gaps(load_reward(Reward()), "key", some)) == [rule]
+    exact = load_reward(Reward())
+    assert list(rewards.gaps(exact, "key", some)) == [rule]
+    assert list(rewards.gaps(exact, "key", some[:1])) == list(rewards.gaps(exact, "key", some[1:])) == []
     assert list(rewards.gaps(MINE, "key", some)) == []
     for name in ("prompts", "completions", "truncated"):
         with pytest.raises(ValueError, match=f"^key: the data must not have the column '{name}'"):
