@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from grpo_trainer import train as training
+from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.recipes import override, validated
 from grpo_trainer.setup import Run, set_up
@@ -117,3 +118,13 @@ def stop_before(monkeypatch: pytest.MonkeyPatch, recipe: Recipe, phase: str, ste
 def digits(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
     """A reward that varies even for an untrained model."""
     return [sum(letter.isdigit() for letter in text) / 10 for text in completions]
+
+
+def ending(policy: Policy, by: float) -> None:
+    """Adds `by` to the logit of the end at every token."""
+
+    def more(_module: Any, _inputs: Any, output: Any) -> Any:
+        output.logits[..., policy.eos_id] += by
+        return output
+
+    policy.lm.register_forward_hook(more)

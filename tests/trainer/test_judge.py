@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import shutil
 import socket
 import threading
 import time
@@ -14,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-pytest.importorskip("transformers")
 pytest.importorskip("openai")
 
 import httpx
@@ -24,10 +21,8 @@ import openai
 from grpo_trainer.metrics import counter_metrics
 from grpo_trainer.recipe import Reward
 from grpo_trainer.rewards import LoadedReward, RewardError, load_reward, score
-from grpo_trainer.rewards.judge import BODY, read_score
-from grpo_trainer.train import train
+from grpo_trainer.rewards.judge import BODY
 
-from tests.trainer import small
 from tests.trainer.test_rewards import rollout
 
 OpenAI = openai.OpenAI
@@ -101,31 +96,27 @@ def test_scores_become_rewards_in_the_order_of_the_responses(monkeypatch: pytest
     assert judged("4") == [pytest.approx(1 / 3)] and judged("4", scores=[0, 8], rewards=[1, -3]) == [-1]
 
 
-def test_a_score_is_read() -> None:
-    texts = {
-        '{"score": "7.5"}': 7.5,
-        'I think so.\n```json\n{"reason": "good {sic}", "score": 7}\n```\nDone.': 7,
-        'First {"score": 2}, no: {"score": 3} and {"verdict": 1}': 3,
-        'a { b {"score": 4}': 4,
-        '{"score": {"score": 1}} {"score": 2}': 2,
-    }
-    assert {text: read_score(text) for text in texts} == texts
-
-
+GOOD = {
+    '{"score": "7.5"}': 7.5,
+    'I think so.\n```json\n{"reason": "good {sic}", "score": 7}\n```\nDone.': 7,
+    'First {"score": 2}, no: {"score": 3} and {"verdict": 1}': 3,
+    'a { b {"score": 4}': 4,
+    '{"score": {"score": 1}} {"score": 2}': 2,
+}
 NONSENSE = ("seven", "[]", '{"score": null}', '{"score": true}', '{"score": NaN}', '{"score": 11}', '{"score": 0}')
 PAYLOADS = (b"not json", b"[" * 100_000, b'{"choices": []}', b'{"choices": [{"message": {"content": null}}]}')
 
 
-def test_bad_replies_are_not_scored_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_read_and_bad_replies_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = [said(text) for text in (*NONSENSE, '{"score": 1' + "0" * 400 + "}", '{"a":' * 20000)]
     bad += [httpx.Response(200, content=payload) for payload in PAYLOADS]
     bad += [httpx.Response(200, html="<html>7</html>"), httpx.Response(404)]
-    texts = ["good", *map(str, range(len(bad)))]
-    Endpoint(monkeypatch, lambda text, _: 10 if text == "good" else bad[int(text)])
-    judge: Any = loaded(max_failures=1.0).function
-    assert judge(["p"] * len(texts), texts) == [1.0, *[None] * len(bad)]
+    texts = [*GOOD, *map(str, range(len(bad)))]
+    Endpoint(monkeypatch, lambda text, _: said(text) if text in GOOD else bad[int(text)])
+    judge: Any = loaded(max_failures=1.0, rewards=[1, 10]).function
+    assert judge(["p"] * len(texts), texts) == [*GOOD.values(), *[None] * len(bad)]
     assert judge.counters == {"failed": len(bad), "cached": 0, "requests": len(texts)}
-    judge(["p"] * 3, ["good", "good", "1"])  # failures are not kept
+    judge(["p"] * 3, [texts[0], texts[0], "1"])  # failures are not kept
     assert judge.counters == {"failed": 1, "cached": 2, "requests": 1}
 
 
@@ -144,6 +135,17 @@ def test_a_busy_endpoint_is_asked_again_when_it_says_and_failures_name_cause_and
     with pytest.raises(RewardError, match=r"1 of 1 did; .* AuthenticationError: .*\[key\] is wrong") as caught:
         judged("key", key_env="KEY_OF_TEST", retries=2)
     assert len(endpoint.requests) == 3 and "secret" not in str(caught.value)
+    monkeypatch.setenv("BAD_KEY", "secret\n")
+    for options, message in (
+        ({"key_env": "BAD_KEY"}, r"options.key_env: must name a variable that holds a key, got 'BAD_KEY'"),
+        ({"base_url": "ftp://me:secret@x/v1"}, r"options.base_url: must have no user or password"),
+        ({"base_url": "ftp://x"}, r"options.base_url: must be an address .* got 'ftp://x'"),
+        ({"columns": ["answer"]}, r"reward judge: needs the column 'answer', the data has \[\]"),
+        ({"rubric": " "}, r"options.rubric: String should match"),
+    ):
+        with pytest.raises(ValueError, match=message) as refused:
+            judged("a", **options)
+        assert "secret" not in str(refused.value)
     monkeypatch.undo()
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -165,33 +167,6 @@ def test_too_many_failures_end_the_run(on_error: Any, monkeypatch: pytest.Monkey
         score([judge], rollout(["a", "b", "bad 1", "bad 2"]))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"base_url": "ftp://x"}, r"options.base_url: must be an address .* got 'ftp://x'"),
-        ({"base_url": "ftp://me:secret@x/v1"}, r"options.base_url: must have no user or password"),
-        ({"columns": ["answer"]}, r"reward judge: needs the column 'answer', the data has \[\]"),
-        ({"rubric": " "}, r"options.rubric: String should match"),
-        ({"key_env": "NO_SUCH_VARIABLE"}, r"options.key_env: must name .* holds a key, got 'NO_SUCH_VARIABLE'"),
-        ({"key_env": "BAD_KEY"}, r"options.key_env: must name a variable that holds a key, got 'BAD_KEY'"),
-        ({"key": "secret"}, r"rewards.options.key: no such key"),
-        ({"scores": [10, 1]}, r"options.scores: must be in ascending order, got \(10.0, 1.0\)"),
-        ({"rewards": [1, 1]}, r"options.rewards: must be two different numbers"),
-        ({"body": {"n": 2}}, r"options.body: must not set messages, model, stream, n, got {'n': 2}"),
-        ({"cache_file": "data.jsonl"}, r"options.cache_file: must hold judgements alone, got 'data.jsonl' with {"),
-    ],
-)
-def test_bad_options_are_named(
-    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("BAD_KEY", "secret\n")
-    Path("data.jsonl").write_text('{"prompt": "p"}\n')
-    with pytest.raises(ValueError, match=message) as caught:
-        judged("a", **options)
-    assert "secret" not in str(caught.value) and Path("data.jsonl").read_text() == '{"prompt": "p"}\n'
-
-
 def test_equal_responses_are_judged_once_and_the_file_serves_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,21 +185,3 @@ def test_equal_responses_are_judged_once_and_the_file_serves_other_processes(
         assert asked("a 1", **other) == 1, other
     file.write_bytes(file.read_bytes()[:-9])  # by a process that was killed while it wrote the last judgement
     assert [asked("a 1", scores=[0, 10]), asked("a 1", scores=[0, 10])] == [1, 0]
-
-
-def test_a_resumed_run_repeats_the_judgements_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The judge's answers change with every request: with the file, the resumed run still ends with the same bits."""
-    endpoint = Endpoint(monkeypatch, lambda *_: 1 + len(endpoint.requests) * 7 % 9)
-    judge = loaded(cache_file=str(tmp_path / "cache")).settings
-    more = ("checkpoints={every: 1, keep: 9}", "evaluation.every=0")
-    recipe = small.recipe(tmp_path / "run", f"rl.rewards={json.dumps([judge.model_dump()])}", *more)
-    train(recipe)
-    steps = small.steps(tmp_path / "run")
-    assert steps[0]["rewards/judge_requests"] > 0 == steps[0]["rewards/judge_failed"]
-    final, asked = small.weights(tmp_path / "run"), len(endpoint.requests)
-    for checkpoint in ("rl-3", "rl-4"):
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / checkpoint)
-    train(recipe, resume=True)
-    resumed = small.weights(tmp_path / "run")
-    assert all(torch.equal(value, final[name]) for name, value in resumed.items())
-    assert len(endpoint.requests) == asked

@@ -138,7 +138,7 @@ ELSEWHERE = {
     "test_cli.py": ("name", "output", "threads"),
     "test_distributed.py": ("distributed",),
     "test_trackers.py": ("logging.to", "logging.project"),
-    "test_gsm8k_reward.py": ("rl.rewards.0.options", "evaluation.rewards.0.options"),
+    "test_rewards.py": ("rl.rewards.0.options", "evaluation.rewards.0.options"),
     "test_embed.py": (
         *("sft.polychromic.embedder", "evaluation.embedder"),
         *(f"rl.algorithm.similarity.{name}" for name in ("embedder", "batch_size", "workers", "gpus_per_worker")),

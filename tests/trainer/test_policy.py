@@ -1,176 +1,228 @@
-"""The policy scores responses as it sampled them, irrespective of sharing, padding and splitting."""
+"""The policy samples, scores and learns what transformers' own forward pass computes in float64.
+
+Faults they are there for: log-probs, entropies or gradients that depend on sharing, padding, splitting or batches; an
+id that is banned, filtered or an end too early, which sampling, scoring, loss or reference still give a share; a
+reference that moves; a critic that moves the policy.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+pytest.importorskip("peft")
 
-from grpo_trainer import checkpoint
-from grpo_trainer.adapters import load_adapter
+from grpo_trainer import checkpoint, engine
+from grpo_trainer import train as training
 from grpo_trainer.checkpoint import save_policy
-from grpo_trainer.data import pad
 from grpo_trainer.policy import Policy, Reference, evaluating, load_policy
 from grpo_trainer.recipe import Lora, Model, Tiny
 from grpo_trainer.recipe import Rollout as Sampling
-from grpo_trainer.rollout import Rollout, roll_out, select_usable
+from grpo_trainer.rollout import Rollout, _filtered, roll_out, select_usable
 from grpo_trainer.setup import set_up
+from grpo_trainer.vocabulary import banned_ids
+from transformers import Gemma2Config, Gemma2ForCausalLM, TopKLogitsWarper, TopPLogitsWarper
 
+import grpo_kernels as gk
 from tests.trainer import small
 
 CORPUS = [f"Ann has {i} shells, sells {i % 9}. How many? {i} - {i % 9} = {i - i % 9}. #### {i}" for i in range(60)]
 PROMPTS = [text[: 12 + i] for i, text in enumerate(CORPUS[:7])]
-KINDS = ("causal", "seq2seq")
+COPIES, LONGEST = 6, 9
+KINDS = ("causal", "seq2seq", "softcap", "gemma", "adapters", "seq2seq adapters")
 
 
-def policy_of(kind: str = "causal", lora: Lora | None = None, **settings: Any) -> Policy:
+def policy_of(kind: str = "causal", banned: tuple[int | str, ...] = (), **settings: Any) -> Policy:
     torch.manual_seed(1)
-    tiny = Tiny(architecture=kind, hidden=32, layers=2, heads=2, intermediate=64, vocabulary=100)  # type: ignore[arg-type]
-    return load_policy(Model(tiny=tiny, lora=lora, **settings), CORPUS, None)
+    architecture: Any = "seq2seq" if "seq2seq" in kind else "causal"
+    tiny = Tiny(architecture=architecture, hidden=32, layers=2, heads=2, intermediate=64, vocabulary=100)
+    lora = Lora(rank=4) if "adapters" in kind else None
+    policy = load_policy(Model(tiny=tiny, lora=lora, banned=list(banned), **settings), CORPUS, None)
+    if kind in ("softcap", "gemma"):
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+        sizes |= {"vocab_size": len(policy.tokenizer), "intermediate_size": 64, "head_dim": 16}
+        lm = Gemma2ForCausalLM(Gemma2Config(final_logit_softcapping=3.0 if kind == "softcap" else None, **sizes))
+        policy = Policy(lm, policy.tokenizer, banned=policy.banned_ids)
+    # with a softcap, the fused head would train another model than the one that sampled
+    assert policy.has_plain_head is (kind != "softcap" and "seq2seq" not in kind)
+    with torch.no_grad():
+        for name, weight in policy.lm.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.3)
+            elif banned:  # probabilities differ enough for a banned id to have had a large one
+                weight.mul_(1.5)
+    return policy
 
 
-def rolled(policy: Policy, **settings: Any) -> Rollout:
+def sampled(policy: Policy, **settings: Any) -> Rollout:
     items = select_usable(policy, [{"prompt": text} for text in PROMPTS], "prompt", 100, False)
-    kwargs = {"num_generations": 3, "max_completion_length": 9, "batch": 6} | settings
-    return roll_out(policy, items, Sampling().model_copy(update=kwargs), torch.Generator().manual_seed(0))
+    sampling = Sampling().model_copy(update={"num_generations": COPIES, "max_completion_length": LONGEST} | settings)
+    policy.temperature = sampling.temperature or 1.0
+    return roll_out(policy, items, sampling, torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(("cap", "is_plain"), [(None, True), (30.0, False)])
-def test_a_head_with_a_softcap_is_not_plain(cap: float | None, is_plain: bool) -> None:
-    """With a softcap, the fused head would train another model than the one that sampled."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    policy = policy_of("causal")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = Gemma2Config(
-        vocab_size=len(policy.tokenizer), intermediate_size=64, head_dim=16, final_logit_softcapping=cap, **sizes
-    )
-    gemma = Policy(Gemma2ForCausalLM(config), policy.tokenizer)
-    assert gemma.has_plain_head is is_plain and policy.has_plain_head
+@functools.cache
+def frequent(kind: str) -> tuple[int, ...]:
+    """The ids that a policy without bans produces most, so that a ban is seen."""
+    policy = policy_of(kind, (0,))
+    rollout = sampled(policy)
+    counts = torch.bincount(rollout.batch.tokens[rollout.batch.mask], minlength=len(policy.tokenizer))
+    counts[policy.stop_ids] = 0
+    return tuple(counts.topk(12).indices.tolist())
 
 
+def logits_of(policy: Policy, rollout: Rollout, i: int) -> tuple[Tensor, Tensor]:
+    """Tempered logits in float64 of transformers' own forward pass over one response, and its tokens."""
+    tokens = rollout.batch.tokens[i][rollout.batch.mask[i]]
+    prompt = torch.tensor([rollout.items[i // rollout.group_size]["prompt_ids"]])
+    if policy.is_seq2seq:
+        start = torch.tensor([[policy.lm.config.decoder_start_token_id]])
+        inputs = {"input_ids": prompt, "decoder_input_ids": torch.cat((start, tokens[None, :-1]), 1)}
+        logits = policy.lm(**inputs).logits[0]
+    else:
+        logits = policy.lm(torch.cat((prompt, tokens[None]), 1)).logits[0, prompt.shape[1] - 1 : -1]
+    return logits.double() / policy.temperature, tokens
+
+
+SUPPORT = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "keep_support": True}
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.6, "min_completion_length": 3},
+    {"temperature": 1.3, "batch": 6},
+    SUPPORT | {"min_completion_length": 2, "batch": 12},
+    {"temperature": 0.5, "top_k": 4, "top_p": 0.6},
+    {"top_k": 95},
+    {"temperature": 0.0, "batch": 18},
+]
+
+
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_without_an_embedding_are_refused(kind: str) -> None:
-    policy = policy_of(kind)
-    rows = len(policy.tokenizer)
-    policy.lm.resize_token_embeddings(rows - 1)
-    policy.check_tokens([rows - 2], "the prompts")
-    missing = f"model.path: must have an embedding of every token of the prompts, got token {rows - 1} of its tokenizer"
-    with pytest.raises(ValueError, match=f"^{missing} and an embedding of {rows - 1} rows$"):
-        policy.check_tokens([0, rows - 1], "the prompts")
-    policy.lm.resize_token_embeddings(20)
-    with pytest.raises(ValueError, match="of every token of the prompts"):
-        rolled(policy)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_sampling_and_scoring_agree(kind: str, temperature: float) -> None:
-    policy = policy_of(kind)
-    policy.temperature = temperature
-    rollout = rolled(policy, temperature=temperature)
+@pytest.mark.parametrize("is_banned", [False, True])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_sampled_and_scored_log_probs(kind: str, is_banned: bool, settings: dict[str, Any]) -> None:
+    """Errors of float32 are eps times sums of a hundred terms, 1e-5, or ten times that with the larger weights."""
+    banned, close = frequent(kind) if is_banned else (), 1e-4 if is_banned else 1e-5
+    policy = policy_of(kind, banned)
+    rollout = sampled(policy, **settings)
+    batch, is_greedy = rollout.batch, settings.get("temperature") == 0
+    least, ends, changed, lost = settings.get("min_completion_length", 0), 0, 0, 0.0
+    kept_of = None if batch.kept is None else [set(row[row >= 0].tolist()) for row in batch.kept.flatten(0, 1)]
+    assert (kept_of is not None) == bool(settings.get("keep_support"))
     with torch.no_grad(), evaluating(policy):
-        for share in (True, False):
-            scored = policy("logprobs", rollout.batch, share=share)
-            torch.testing.assert_close(scored, rollout.logprobs, rtol=1e-4, atol=1e-5)
+        scored = [policy("logprobs", batch, share=share) for share in (True, False)]
         rows = torch.tensor([1, 4, 20, 11])
-        part = rollout.batch.rows(rows)
-        of_part = policy("logprobs", part)
-    torch.testing.assert_close(of_part, rollout.logprobs[rows][:, : of_part.shape[1]], rtol=1e-4, atol=1e-5)
-    if kind == "causal":
+        part = policy("logprobs", batch.rows(rows))
+        torch.testing.assert_close(part, scored[0][rows][:, : part.shape[1]], rtol=1e-4, atol=1e-5)
+        policy.lm.double()
+        for i in range(0, len(rollout.texts), 2):
+            logits, tokens = logits_of(policy, rollout, i)
+            out = torch.tensor(banned, dtype=torch.int64)
+            allowed = logits.index_fill(1, out, -math.inf)
+            open_logits = allowed.clone()
+            open_logits[:least, policy.stop_ids] = -math.inf
+            filtered = _filtered(open_logits, settings.get("top_p", 1.0), settings.get("top_k", 0))
+            assert filtered.gather(1, tokens[:, None]).isfinite().all()
+            assert not torch.isin(tokens, out).any()
+            changed += int((tokens != open_logits.argmax(-1)).sum())
+            if kept_of is not None:
+                finite = [set(row.isfinite().nonzero().flatten().tolist()) for row in filtered]
+                assert kept_of[i * batch.tokens.shape[1] :][: len(tokens)] == finite
+            # without the support, ends before the least length are scored, as in the update
+            want = (allowed if kept_of is None else filtered).log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+            for got in scored if is_greedy else (rollout.logprobs, *scored):
+                torch.testing.assert_close(got[i, : len(tokens)].double(), want, rtol=close, atol=close)
+                assert is_greedy or not rollout.logprobs[i, len(tokens) :].any()
+            lost = max(lost, float(logits.softmax(-1)[:, list(banned)].sum(1).max()))
+            has_end = int(tokens[-1]) in policy.stop_ids
+            assert policy.eos_id not in tokens[:-1] and bool(rollout.truncated[i]) != has_end
+            assert has_end or len(tokens) == LONGEST
+            ends += has_end
+    assert (changed == 0) == is_greedy and (not is_banned or lost > 0.15), "filters and bans must matter"
+    assert is_greedy or settings.get("top_p") or ends > 0
+    if not policy.is_seq2seq:  # padding on the left is cut off
         lengths = [len(item["prompt_ids"]) for item in rollout.items]
-        shortest = lengths.index(min(lengths))
-        assert rollout.batch.rows(torch.tensor([3 * shortest])).prompts.shape[1] == min(lengths) < max(lengths)
+        shortest = batch.rows(torch.tensor([COPIES * lengths.index(min(lengths))]))
+        assert shortest.prompts.shape[1] == min(lengths) < max(lengths)
 
 
-def test_responses_end_at_their_first_end_or_are_truncated() -> None:
-    policy = policy_of("causal")
-    rollout = rolled(policy, max_completion_length=40)
-    ends = 0
-    for row, mask, cut in zip(rollout.batch.tokens, rollout.batch.mask, rollout.truncated.tolist(), strict=True):
-        tokens = row[mask].tolist()
-        assert tokens and policy.eos_id not in tokens[:-1]
-        assert cut == (tokens[-1] != policy.eos_id) and (not cut or len(tokens) == 40)
-        ends += not cut
-    assert 0 < ends < len(rollout.texts)
-
-
-def test_sampling_follows_the_policys_probabilities() -> None:
-    """Chi-squared of the first tokens of 6,000 responses against the softmax, within five sigma."""
-    policy = policy_of("causal")
-    items = select_usable(policy, [{"prompt": PROMPTS[3]}], "prompt", 100, False)
-    sampling = Sampling(num_generations=6000, max_completion_length=1, batch=6000)
-    rollout = roll_out(policy, items, sampling, torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        chances = policy.lm(torch.tensor([items[0]["prompt_ids"]])).logits[0, -1].softmax(-1).double()
-    counts = torch.bincount(rollout.batch.tokens[:, 0], minlength=len(chances)).double()
-    often = chances * 6000 >= 5
-    apart = ((counts - chances * 6000).square() / (chances * 6000))[often].sum()
-    degrees = int(often.sum())
-    assert abs(float(apart) - degrees) < 5 * (2 * degrees) ** 0.5
-
-
-def test_prompts_that_do_not_fit_are_left_out() -> None:
-    policy = policy_of("causal")
-    lines = [{"prompt": text} for text in (*PROMPTS, "")]
-    lengths = [len(policy.tokenizer(line["prompt"])["input_ids"]) for line in lines]
-    assert [len(item["prompt_ids"]) for item in select_usable(policy, lines, "prompt", 9, False)] == [
-        length for length in lengths if length <= 9
-    ]
-
-
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
-def test_shared_prompts_give_the_same_gradient(kind: str) -> None:
-    policy = policy_of(kind)
-    rollout = rolled(policy)
-    gradients = []
-    for share in (True, False):
-        policy.zero_grad()
-        loss, _ = policy(
-            "loss",
-            rollout.batch,
-            share=share,
-            old_logprobs=rollout.logprobs,
-            config="grpo",
-            advantages=torch.linspace(-1, 1, len(rollout.texts)),
-        )
-        loss.loss.backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
-    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
-    assert float(gradients[0].norm()) > 0
-
-
-@pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["weights", "adapters"])
-def test_the_reference_is_the_policy_until_it_moves(lora: Lora | None) -> None:
-    policy = policy_of("causal", lora)
-    rollout = rolled(policy)
-    reference = Reference(policy, Model(lora=lora))
-    with torch.no_grad(), evaluating(policy):
-        before = policy("logprobs", rollout.batch)
-    assert torch.equal(reference.logprobs(rollout.batch), before)
+@pytest.mark.parametrize("is_banned", [False, True])
+@pytest.mark.parametrize("settings", [{"temperature": 0.8}, SUPPORT], ids=str)
+@pytest.mark.parametrize("share", [True, False])
+def test_loss_entropy_and_gradient(kind: str, is_banned: bool, settings: dict[str, Any], share: bool) -> None:
+    """Against a float64 policy gradient with an entropy bonus, whose formula is written out here."""
+    banned = frequent(kind) if is_banned else ()
+    policy = policy_of(kind, banned)
+    rollout = sampled(policy, **settings)
+    rows = torch.arange(0, len(rollout.texts), 3)
+    batch, advantages = rollout.batch.rows(rows), torch.linspace(-1, 1, len(rows))
+    policy.lm.double()
+    want, entropies, count = torch.zeros((), dtype=torch.float64), 0.0, int(batch.mask.sum())
+    policy.eval()
+    weights = [weight for weight in policy.lm.parameters() if weight.requires_grad]
+    for i, advantage in zip(rows.tolist(), advantages.tolist(), strict=True):
+        logits, tokens = logits_of(policy, rollout, i)
+        is_out = torch.zeros_like(logits, dtype=torch.bool).index_fill(1, torch.tensor(banned, dtype=torch.int64), True)
+        if rollout.batch.kept is not None:
+            for t, kept in enumerate(rollout.batch.kept[i][: len(tokens)]):
+                is_out[t] = ~torch.isin(torch.arange(logits.shape[1]), kept)
+        logprobs = logits.masked_fill(is_out, -math.inf).log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs.masked_fill(is_out, 0)).sum()
+        entropies += float(entropy.detach())
+        want = want - (advantage * logprobs.gather(1, tokens[:, None]).sum() + 0.1 * entropy) / count
+    gradients = torch.autograd.grad(want, weights, allow_unused=True)
     with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.requires_grad:
-                parameter += 0.1
-        with evaluating(policy):
-            moved = policy("logprobs", rollout.batch)
-    assert torch.equal(reference.logprobs(rollout.batch), before) and not torch.equal(moved, before)
+        old = policy("logprobs", batch)
+    config = gk.LossConfig("reinforce", entropy_coef=0.1, entropy_aggregation="token-mean")
+    given = {"old_logprobs": old, "advantages": advantages.double(), "config": config}
+    loss, _ = policy("loss", batch, share=share, return_entropy=True, **given)
+    loss.loss.backward()
+    assert abs(loss.metrics.to_dict()["entropy_sum"] - entropies) / count < 1e-6
+    pairs = [(w.grad, gradient) for w, gradient in zip(weights, gradients, strict=True) if gradient is not None]
+    assert len(pairs) > 5
+    for got, gradient in pairs:
+        torch.testing.assert_close(got, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_the_reference_is_the_policy_until_it_moves_but_for_ids_that_pad_the_vocabulary() -> None:
+    for kind in ("causal", "adapters"):
+        policy = policy_of(kind, frequent("causal"))
+        rollout = sampled(policy, temperature=0.7)
+        reference = Reference(policy, Model(lora=Lora(rank=4) if kind == "adapters" else None))
+        before = reference.logprobs(rollout.batch)
+        with torch.no_grad(), evaluating(policy):
+            assert torch.equal(before, policy("logprobs", rollout.batch))
+            for weight in policy.parameters():
+                weight += 0.1 * weight.requires_grad
+            assert torch.equal(reference.logprobs(rollout.batch), before)
+            assert not torch.equal(policy("logprobs", rollout.batch), before)
+    policy, padded = policy_of(), policy_of().lm
+    size = len(policy.tokenizer)
+    padded.resize_token_embeddings(size + 8)
+    banned = banned_ids([*range(size, size + 8), 20], padded, policy.tokenizer)
+    rollout = sampled(Policy(padded, policy.tokenizer, banned=banned))
+    assert (rollout.batch.tokens[rollout.batch.mask] < size).all()
+    reference_policy = Policy(padded, policy.tokenizer, banned=banned).with_lm(policy.lm)
+    assert reference_policy.banned_ids == [20]
+    torch.testing.assert_close(reference_policy("logprobs", rollout.batch), rollout.logprobs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("kind", ["causal", "seq2seq", "adapters"])
 def test_a_critic(kind: str, separate: bool) -> None:
     """A separate critic has no gradient into the policy; before it is trained, both read the same states."""
-    policy = policy_of("seq2seq" if kind == "seq2seq" else "causal", Lora(rank=2) if kind == "adapters" else None)
+    policy = policy_of(kind)
     policy.add_critic() if separate else policy.add_value_head()
     head = (policy.critic or policy).value_head
     assert head is not None
-    rollout = rolled(policy)
+    rollout = sampled(policy)
     assert torch.equal(policy("values", rollout.batch), torch.zeros_like(rollout.logprobs))
     torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
     rows = {"old_logprobs": rollout.logprobs, "advantages": torch.ones(len(rollout.texts))}
@@ -184,26 +236,122 @@ def test_a_critic(kind: str, separate: bool) -> None:
         assert bool(moved) == (values == "all" and not separate) and set(moved) <= set(own)
         if policy.critic is not None:
             assert any(p.grad is not None and float(p.grad.norm()) > 0 for p in policy.critic.parameters())
-    shared = policy("values", rollout.batch, share=False)
-    torch.testing.assert_close(shared, policy("values", rollout.batch), rtol=1e-4, atol=1e-5)
+    unshared = policy("values", rollout.batch, share=False)
+    torch.testing.assert_close(unshared, policy("values", rollout.batch), rtol=1e-4, atol=1e-5)
 
 
-def test_padding() -> None:
-    ids, mask = pad([[1, 2, 3], [], [4]], 9, left=True)
-    assert ids.tolist() == [[1, 2, 3], [9, 9, 9], [9, 9, 4]] and mask.sum(1).tolist() == [3, 0, 1]
-    ids, mask = pad([[1, 2, 3], [4]], 9, left=False)
-    assert ids.tolist() == [[1, 2, 3], [4, 9, 9]] and mask.tolist()[1] == [True, False, False]
+# Sampling
+
+
+def test_sampling_follows_the_policys_probabilities() -> None:
+    """Chi-squared of the first tokens of 6,000 responses against the softmax, within five sigma."""
+    policy = policy_of()
+    items = select_usable(policy, [{"prompt": PROMPTS[3]}], "prompt", 100, False)
+    sampling = Sampling(num_generations=6000, max_completion_length=1, batch=6000)
+    rollout = roll_out(policy, items, sampling, torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        chances = policy.lm(torch.tensor([items[0]["prompt_ids"]])).logits[0, -1].softmax(-1).double()
+    counts = torch.bincount(rollout.batch.tokens[:, 0], minlength=len(chances)).double()
+    often = chances * 6000 >= 5
+    apart = ((counts - chances * 6000).square() / (chances * 6000))[often].sum()
+    degrees = int(often.sum())
+    assert abs(float(apart) - degrees) < 5 * (2 * degrees) ** 0.5
+
+
+def test_filters_are_those_of_transformers() -> None:
+    logits = 3 * torch.randn(64, 97, generator=torch.Generator().manual_seed(2))
+    for top_k, top_p in ((0, 1e-9), (0, 0.3), (5, 1.0), (1, 1.0), (20, 0.7), (500, 0.999)):
+        expected = TopKLogitsWarper(top_k)(None, logits) if top_k else logits
+        expected = TopPLogitsWarper(top_p)(None, expected) if top_p < 1 else expected
+        assert torch.equal(_filtered(logits, top_p, top_k), expected)
+
+
+def test_responses_end_at_every_stop_token_of_the_generation_config(tmp_path: Path) -> None:
+    policy = policy_of()
+    before = sampled(policy, temperature=0.0)
+    other = int(before.batch.tokens[0, 2])
+    policy.lm.generation_config.eos_token_id = [policy.eos_id, other]
+    with pytest.raises(ValueError, match=rf"must not end responses, as \[1, {other}\] do, got {other}"):
+        banned_ids([other], policy.lm, policy.tokenizer)
+    save_policy(policy, tmp_path)
+    policy = load_policy(Model(path=str(tmp_path)), [], None)
+    assert policy.stop_ids == sorted({policy.eos_id, other})
+    rollout = sampled(policy, temperature=0.0)
+    tokens, first = rollout.batch.tokens[0][rollout.batch.mask[0]].tolist(), before.batch.tokens[0].tolist()
+    assert tokens == first[: first.index(other) + 1] and not rollout.truncated[0]
+    rollout = sampled(policy, min_completion_length=5)
+    assert not torch.isin(rollout.batch.tokens[:, :5], torch.tensor(policy.stop_ids)).any()
+
+
+@pytest.mark.parametrize("kind", ["causal", "seq2seq"])
+def test_mixed_precision_applies_to_scoring_too(kind: str) -> None:
+    """Sampling and scoring round alike, so they are closer to each other than to float32."""
+    policy, exact = policy_of(kind, mixed_precision="bf16"), policy_of(kind)
+    rollout = sampled(policy)
+    assert rollout.logprobs.dtype == torch.float32
+    with torch.no_grad(), evaluating(policy), evaluating(exact):
+        scored, in_float = policy("logprobs", rollout.batch), exact("logprobs", rollout.batch)
+    apart = (scored - rollout.logprobs).abs().mean()
+    of_precision = (in_float - rollout.logprobs).abs().mean()
+    assert apart < of_precision and of_precision > 1e-4
+
+
+def test_tokens_are_never_read_back_from_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small.ready(small.recipe(tmp_path, "rl.algorithm.similarity={embedder: hashed}"))
+    items, tokenizer = run.items("train")[:6], run.policy.tokenizer
+    sampling = Sampling(num_generations=4, max_completion_length=12)
+    rollout = roll_out(run.policy, items, sampling, torch.Generator().manual_seed(0))
+    again = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rollout.texts]
+    tokens = [row[mask].tolist() for row, mask in zip(rollout.batch.tokens, rollout.batch.mask, strict=True)]
+    # tokenizing the texts would differ, as a text has several tokenizations
+    assert any(a != [t for t in b if t != run.policy.eos_id] for a, b in zip(again, tokens, strict=True))
+    for name in ("__call__", "encode", "_encode_plus"):
+        monkeypatch.setattr(type(tokenizer), name, lambda *_: pytest.fail("a text was read back"))
+    training.rl_step(run, items, 1)
+
+
+# Tokens and devices
+
+
+def test_tokens_that_are_banned_or_have_no_embedding_and_prompts_that_do_not_fit() -> None:
+    policy = policy_of("causal", ("7", 7, "<pad>"))
+    vocabulary = policy.tokenizer.get_vocab()
+    assert policy.banned_ids == sorted({vocabulary["7"], 7, vocabulary["<pad>"]})
+    assert "banned" not in policy.state_dict()
+    with pytest.raises(
+        ValueError, match=r"^model\.banned: must leave one of 69 tokens that does not end responses, got 68$"
+    ):
+        policy_of("causal", (0, *range(2, 69)))
+    engine.check_banned(range(1024))
+    with pytest.raises(ValueError, match=r"^model\.banned: must have at most 1024 tokens with rollout\.engine: vllm, "):
+        engine.check_banned(range(1025))
+    lines = [{"prompt": text} for text in (*PROMPTS, "")]
+    lengths = [len(policy.tokenizer(line["prompt"])["input_ids"]) for line in lines]
+    longest = sorted(lengths)[4]
+    usable = select_usable(policy, lines, "prompt", longest, False)
+    assert [len(item["prompt_ids"]) for item in usable] == [length for length in lengths if 0 < length <= longest]
+    for kind in ("causal", "seq2seq"):
+        policy = policy_of(kind)
+        rows = len(policy.tokenizer)
+        policy.lm.resize_token_embeddings(rows - 1)
+        policy.check_tokens([rows - 2], "the prompts")
+        missing = f"must have an embedding of every token of the prompts, got token {rows - 1} of its tokenizer"
+        with pytest.raises(ValueError, match=rf"^model\.path: {missing} and an embedding of {rows - 1} rows$"):
+            policy.check_tokens([0, rows - 1], "the prompts")
+        policy.lm.resize_token_embeddings(20)
+        with pytest.raises(ValueError, match="of every token of the prompts"):
+            sampled(policy)
 
 
 def test_a_model_is_on_its_device_before_a_policy_is_made_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A policy runs its model when it is created, and a reference is created before the first step."""
-    save_policy(policy_of("causal"), tmp_path / "checkpoints" / "rl-1" / "model")
+    model = tmp_path / "checkpoints" / "rl-1" / "model"
+    save_policy(policy_of(), model)
     seen = []
     monkeypatch.setattr(Policy, "_head_is_plain", lambda self: bool(seen.append(self.device.type)))
     monkeypatch.setattr("grpo_trainer.distributed.start", lambda: torch.device("meta"))
-    model = tmp_path / "checkpoints" / "rl-1" / "model"
     recipe = small.recipe(tmp_path, f"model.path={model}")
     for path in (model, "tiny"):
         policy = set_up(small.recipe(tmp_path / "run", f"model.path={path}")).policy
@@ -211,40 +359,3 @@ def test_a_model_is_on_its_device_before_a_policy_is_made_of_it(
     Reference(policy, Model(reference_model_path=str(model)))
     policy.add_critic()
     assert seen == ["meta"] * 5
-
-
-def test_responses_end_at_every_stop_token_of_the_generation_config(tmp_path: Path) -> None:
-    policy = policy_of("causal")
-    before = rolled(policy, temperature=0.0, max_completion_length=6)
-    other = int(before.batch.tokens[0, 2])
-    policy.lm.generation_config.eos_token_id = [policy.eos_id, other]
-    save_policy(policy, tmp_path)
-    policy = load_policy(Model(path=str(tmp_path)), [], None)
-    assert policy.stop_ids == sorted({policy.eos_id, other})
-    rollout = rolled(policy, temperature=0.0, max_completion_length=6)
-    tokens = rollout.batch.tokens[0][rollout.batch.mask[0]].tolist()
-    first = before.batch.tokens[0].tolist()
-    assert tokens == first[: first.index(other) + 1] and not rollout.truncated[0]
-    rollout = rolled(policy, max_completion_length=6, min_completion_length=5)
-    assert not torch.isin(rollout.batch.tokens[:, :5], torch.tensor(policy.stop_ids)).any()
-
-
-@pytest.mark.parametrize(
-    ("lora", "message"),
-    [
-        (Lora(rank=3, targets=["q_proj"]), "model.lora.rank: must be that of the adapters in .*, 2, got 3"),
-        (Lora(rank=2, alpha=4, targets=["q_proj"]), "model.lora.alpha: must be that of the adapters in .*, 16, got 4"),
-        (
-            Lora(rank=2, targets=["v_proj"]),
-            r"model.lora.targets: must be the layers of .*\['q_proj'\], got \['v_proj'\]: missing .*v_.*unexp.*q_",
-        ),
-    ],
-)
-def test_adapters_of_another_shape_are_refused(tmp_path: Path, lora: Lora, message: str) -> None:
-    save_policy(policy_of("causal", Lora(rank=2, targets=["q_proj"])), tmp_path)
-    with pytest.raises(ValueError, match=message):
-        load_adapter(policy_of("causal", lora), Model(lora=lora), tmp_path)
-    with pytest.raises(
-        ValueError, match=r"^model.lora: must be set .* or model.lora.rank=2 model.lora.alpha=16 beside"
-    ):
-        load_adapter(policy_of("causal"), Model(), tmp_path)

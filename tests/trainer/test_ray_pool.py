@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
 pytest.importorskip("ray")
 
 import ray
@@ -94,18 +92,14 @@ def test_batches_of_an_actor_that_died_are_repeated_but_not_for_ever(pool: RayEm
     assert pool(TEXTS)[:, 0].tolist() == list(range(24)), "what gave up is not in the way of what comes next"
 
 
-def test_an_embedder_that_fails_is_named_with_its_text_and_not_asked_again(
-    pool: RayEmbedderPool, tmp_path: Path
+def test_what_fails_is_named_and_not_asked_again(
+    pool: RayEmbedderPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(EmbedderError, match=r"encode raised KeyError for 2 texts, the first 'raise /"):
         pool([f"raise {tmp_path}/asked", "more"], groups=2)
     assert (tmp_path / "asked").read_text() == "x"
     with pytest.raises(EmbedderError, match=r"encode must return \[2, D\] for 2 texts, the first 'wrong', got \[3, 1"):
         pool(["wrong", "more"], groups=2)
-
-
-def test_actors_that_cannot_be_placed_are_an_error(pool: RayEmbedderPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool.start()
     monkeypatch.setattr(ray_pool, "PLACE_SECONDS", 2.0)
     many = RayEmbedderPool(hashed, 3, gpus_per_worker=0.5)
     asked = r"must place 3 actors of \{'num_cpus': 1.0, 'num_gpus': 0.5\} within 2 s, got 0; 2 of 4 CPUs, 0 of 0 GPUs"
@@ -130,7 +124,7 @@ def test_as_the_trainers_embedder(pool: RayEmbedderPool, tmp_path: Path) -> None
     assert all(torch.equal(value, expected[name]) for name, value in small.weights(tmp_path / "pooled").items())
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_wrong_arguments_and_a_cluster_that_does_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batch_ranges(10, [3, 3, 4], 6) == [(0, 6), (6, 10)] and batch_ranges(4, 4, 1) == [(0, 4)]
     for groups in (4, [4, 4], [11, -1]):
         with pytest.raises(ValueError, match="groups must divide 10 texts, or be sizes with that sum, got "):
@@ -139,9 +133,6 @@ def test_wrong_arguments_are_named() -> None:
         RayEmbedderPool(hashed, 1)([])
     with pytest.raises(ValueError, match=r"^RayEmbedderPool: workers must be positive, got 0$"):
         RayEmbedderPool(hashed, 0)
-
-
-def test_a_cluster_that_does_not_answer_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)  # whatever other tests have started
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

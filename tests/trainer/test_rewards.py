@@ -1,191 +1,265 @@
-"""Bundled rewards but the judge, the reward model and gsm8k, their components, and functions that return nonsense."""
+"""Bundled rewards but the judge: the numbers they read, their parts, and the threshold that demonstrations set.
+
+Texts try to look like a part that they have not. Faults they are there for: a part that another response, the order or
+a missing reference changes; a wrong answer that is worth a right one; a function's nonsense that is taken as a reward.
+"""
 
 from __future__ import annotations
 
 import math
 import random
 import time
+from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-pytest.importorskip("transformers")
 pytest.importorskip("sacrebleu")
 pytest.importorskip("rouge_score")
 pytest.importorskip("vaderSentiment")
 
-from grpo_trainer import messages, rewards
-from grpo_trainer.recipe import Reward
-from grpo_trainer.rewards import LoadedReward, RewardError, load_reward, reply, score
-from grpo_trainer.rewards.base import WeightedReward
+from grpo_trainer import recipes, rewards
+from grpo_trainer.calibration import calibrate
+from grpo_trainer.pretrained import load_lm
+from grpo_trainer.recipe import Data, Model, Reward
+from grpo_trainer.rewards import LoadedReward, RewardError, load_reward, reward_model, score
+from grpo_trainer.rewards.numbers import final_number, parse_number
 from grpo_trainer.rollout import Rollout
+from grpo_trainer.splits import load_splits
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
+# Numbers
+
+# texts that are one number, as people and models write it, by the number
+PARSED: list[tuple[int | str | None, list[str]]] = [
+    (18, ["18", " 18 ", "018", "18.", "18.0", "$18", "\\$18", "18 dollars.", "18km", "18 \\text{ dollars}", "**$18**"]),
+    (-18, ["-18", "\u221218", "-$18", "$-18", "(-18)", "$\\boxed{-18}$"]),
+    (42, ["(42)", "[42]", "\\boxed{\\text{42}}", "\\(42\\)", "\\[42\\]", "$x = 42$"]),
+    (50, ["50%", "50 %", "50\\%", "50 \u20ac", "50 km/h", "50 m\u00b2"]),
+    ("1/2", [".5", "1/2", "\\frac{1}{2}", "\\boxed{\\frac{1}{2}}", "0.50"]),
+    ("-3/4", ["-.75", "-3/4", "-3 / 4", "-\\dfrac{3}{4}"]),
+    (1234, ["1,234", "1,234.0", "= 1,234", "1{,}234", "1,\\!234"]),
+    (12345678, ["12,345,678"]),
+    (250, ["1,000/4"]),
+    (None, ["", "none", "-", "1/0", "9-10", "1,2345", "1 and 2", "she has 18", "18 apples of 3", "H2O", "1e3"]),
+    (None, ["9" * 401, "12:30", "18 a b c d", "3 1/2"]),
+]
+# whole responses, by their answers
+FINAL: list[tuple[int | str | None, list[str]]] = [
+    (18, ["####18", "#### x = 18", "The answer is 3 apples * 6 = 18 apples.", "\\boxed{18", "- 18 apples"]),
+    (18, ["Final Answer: 18, from 9 * 2", "ANSWER IS 18, not 20", "Final Answer:\n\n18", "**Answer**: $18"]),
+    (42, ["#### **42**", "####\n42", "\\boxed{\\boxed{42}} of 7", "#### 1,000 #### 42"]),
+    (50, ["#### 50%", "#### 50 dollars", "#### 100/2"]),
+    # the last mark of the strongest kind
+    (7, ["#### 5\nNo, that is wrong.\n#### 7", "#### 7\nI had 3 apples.", "#### Step 1: add\nThe answer is 7"]),
+    (6, ["\\boxed{5} but then \\boxed{6}", "The answer is 5. Wait, the answer is 6.", "#### none\n5 or 6"]),
+    (5, ["#### 5\nThe answer is 6", "\\boxed{5}. The answer is 6", "\\boxed{x = 2 + 3 = 5}", "H2O, 5 m2"]),
+    (12, ["#### 1. Add\n#### 2. Halve\nSo we have 12", "#### 16 - 4 = 12"]),
+    (3, ["The answer is clear. We have 3", "5 - 3", "5 -3", "a gain of $5-$3", "(1,2,3)"]),
+    (-7, ["The answer to the question is -7.", "left: -7"]),
+    (10, ["It takes 9-10", "It takes 9\u201310 days"]),
+    ("-37/2", ["#### -$18.50"]),
+    (2345, ["1,2345"]),
+    (None, ["no number", "", "5, or rather 1/0"]),
+]
+WRITTEN = ("{}", "{}.", "${}", "{}%", "{} apples", "\\boxed{{{}}}", "**{}**", "[{}]", "$\\boxed{{\\text{{{} cm}}}}$")
+MARKS = ("#### {}", "So.\n#### {}\n", "The answer is {}", "**Final answer:** {}", "3 of 4 are {}", "\\boxed{{{}}} of 7")
+MARKED = ["\\boxed{", "\\frac{", "\\text{", "answer is ", "answer: \n", "#### ", "5 ab."]
+LONG = [*MARKED, "1", "a1", "1,", "1,111", "(", "1 ", "-", "1/", "1 + ", "= 1", "1 = ", "\\", "1 + 1 "]
+
+
+@pytest.mark.parametrize(("read", "table"), [(parse_number, PARSED), (final_number, FINAL)])
+def test_numbers_of_texts(read: Any, table: list[tuple[int | str | None, list[str]]]) -> None:
+    for expected, texts in table:
+        want = None if expected is None else Fraction(expected)
+        assert {text: read(text) for text in texts} == dict.fromkeys(texts, want)
+
+
+@given(
+    value=st.integers(-(10**12), 10**12) | st.decimals(-999, 999, places=2) | st.fractions(-99, 99, max_denominator=99),
+    written=st.sampled_from(WRITTEN),
+    mark=st.sampled_from(MARKS),
+    other=st.text(max_size=60) | st.text("0123/.,-$ #=", max_size=30),
+)
+def test_reads_back_numbers_and_survives_any_text(value: Any, written: str, mark: str, other: str) -> None:
+    text = written.format(value if isinstance(value, Fraction) else f"{value:,}")
+    assert parse_number(text) == final_number(mark.format(text)) == Fraction(value)
+    assert isinstance(parse_number(other), Fraction | None) and isinstance(final_number(other), Fraction | None)
+
+
+@pytest.mark.parametrize("repeated", LONG)
+def test_long_texts_take_no_longer_than_their_length_allows(repeated: str) -> None:
+    text = repeated * (100_000 // len(repeated))
+    start = time.process_time()
+    parse_number(text), final_number(text + " 5"), part("gsm8k", "calculation", text), part("gsm8k", "numbers", text)
+    # at most 1 s on an idle machine; quadratic time would take minutes
+    assert time.process_time() - start < 10
+
+
+# Parts
+
+SHAPING = ("format", "answered", "length", "vocabulary", "steps", "numbers", "calculation")
+ALL = {"format": 0.1, "answered": 0.1, **dict.fromkeys(SHAPING[2:], 0.15)}
+SOLUTION = (
+    "First, she sold half as many: 48 / 2 = 24 clips in total. Then add both months: 48 + 24 = 72. So the sum, twice "
+    "counted, is the total of each month.\n#### 72"
+)
 POST = "Just tried the new ramen place downtown, so good!"
 GOOD = "The broth there is amazing, I could eat ramen every week. What did you order?"
-REPLIES = ["", "ok", "Agreed!", GOOD, "My cat sleeps all day.", POST, "THIS IS SO TRUE OMG", "so " * 100, "x" * 501]
-REPEATED = [POST.upper() + "!!!", f"You said: {POST} Right?", "the new ramen place downtown"]
 GOLD = "yes, i have two dogs."
-TURNS = [GOLD, "R: Yes, I have two dogs", "", "i do not know", "dogs", "two " * 40]
-DIALOGUE = ("f1", "rouge_1", "rouge_2", "rouge_l", "bleu", "length")
-OPTIONS: dict[str, dict[str, Any]] = {
-    "reply": {"embedder": "hashed"},
-    "diversity": {"embedder": "hashed"},
-    "judge": {"base_url": "http://127.0.0.1/v1", "model": "m", "rubric": "r"},
-}
-CASES: dict[str, tuple[list[str], dict[str, list[Any]]]] = {
-    "reply": (REPLIES + REPEATED, {"post": [POST] * 12}),
-    "dialogue": (TURNS, {"answer": [GOLD] * 6}),
-}
+FILM = "I watched all of that film"
+HASHED = {"embedder": "hashed"}
+OPTIONS: dict[str, dict[str, Any]] = {"gsm8k": ALL, "reply": HASHED, "diversity": HASHED}
+COLUMNS = {"gsm8k": {"answer": "4 * 18 = 72. #### 72"}, "reply": {"post": POST}, "dialogue": {"answer": GOLD}}
+# The value of a part of the responses. Of gsm8k, whatever follows the answer is no solution, and brackets are not read.
+PARTS: list[tuple[str, str, float, list[str]]] = [
+    ("gsm8k", "correct", 1, ["#### 72", "#### 1 #### $72."]),
+    ("gsm8k", "correct", 0, ["72 is not it. #### 27", "#### 72.5"]),
+    ("gsm8k", "format", 1, ["#### 72", "#### 5"]),
+    ("gsm8k", "format", 0, ["72 ####", "#### 72 or 73", "The answer is 72.", ""]),
+    ("gsm8k", "answered", 1, ["#### 9", "9"]),
+    ("gsm8k", "answered", 0, ["it depends", "####"]),
+    ("gsm8k", "length", 1, [SOLUTION, "a" * 51 + "\n#### 72"]),
+    ("gsm8k", "length", 0, ["a" * 50 + "\n#### 72", "so " * 100 + "#### 72", " " * 400 + "\n#### 72", "#### 72 a" * 9]),
+    ("gsm8k", "vocabulary", 1, [SOLUTION]),
+    ("gsm8k", "vocabulary", 0.2, ["sum sum sum sum sum sum", "add-on sums, madden, peruse, halfway, timeshare"]),
+    ("gsm8k", "vocabulary", 0.6, ["plus minus times"]),
+    ("gsm8k", "steps", 1, [SOLUTION, "step 1: go. step 2: stop."]),
+    ("gsm8k", "steps", 0, ["then then then", "thirst, nextdoor, authentic, stepping 1 and 2"]),
+    ("gsm8k", "numbers", 1, [SOLUTION]),
+    ("gsm8k", "numbers", 0, ["#### 72", "it is 72, so 72.\n#### 72", "x48 is a name\n#### 72"]),
+    ("gsm8k", "calculation", 1, [SOLUTION, "2 + 3 * 4 = 14", "10 / 3 = 3.33", "3 - 5 = -2", "48/2 = <<48/2=24>>24"]),
+    ("gsm8k", "calculation", 1, ["4 * $300 = $1,200. 1,200 - 200 = 1,000.", "3 + 4 = 5 + 2 = 7"]),
+    ("gsm8k", "calculation", 0, ["no calculation at all. 72", "72 = 72", "1 + 1 = 3", "2 + 3 * 4 = 20", "10 / 3 = 3"]),
+    ("gsm8k", "calculation", 0, ["5 / 0 = 0", "(3 + 4) * 2 = 14", "1 + 1 = 25"]),
+    ("gsm8k", "calculation", 0.5, ["1 + 1 = 2, 2 + 2 = 5", "1 + 1 = 2, " * 9 + "2 + 2 = 5"]),
+    ("reply", "length", 0.3, ["x" * 19, "x" * 501]),
+    ("reply", "length", 0.6, ["x" * 20]),
+    ("reply", "length", 1, ["x" * 50]),
+    ("reply", "length", 0.8, ["x" * 151]),
+    ("reply", "length", 0.4, ["x" * 281]),
+    *(
+        ("reply", "punctuation", value, ["." * count + "x" * (100 - count)])
+        for count, value in {0: 0.7, 1: 0.85, 2: 1.0, 8: 1.0, 15: 0.8, 30: 0.3, 99: 0.3}.items()
+    ),
+    ("reply", "engagement", 0.7, [FILM, f"{FILM}... ???", f"{FILM} in Rome, true", "thistles grow, yesterday"]),
+    ("reply", "engagement", 0.9, ["Did you watch all of that?"]),
+    ("reply", "engagement", 1, [f"{FILM}. Did you?"]),
+    ("reply", "engagement", 0.35, ["So true"]),
+    ("reply", "engagement", 0.42, [FILM.upper()]),
+    ("reply", "lexical_diversity", 1, ["one two, Three"]),
+    ("reply", "lexical_diversity", 0.7 / 5, ["so so so so So"]),
+    ("reply", "lexical_diversity", 0, ["!!!", "ok"]),  # too short for any part
+    ("reply", "relevance", 0, [POST.upper() + "!!!", f"You said: {POST} Right?", "the new ramen place downtown"]),
+    *(("dialogue", name, 1, [GOLD]) for name in ("f1", "rouge_l", "bleu")),
+    *(("dialogue", name, 1, ["R: Yes, I have two dogs"]) for name in ("f1", "rouge_l")),
+    # every n-gram matches, and one of the reference's seven tokens, the full stop, is missing
+    ("dialogue", "bleu", math.exp(1 - 7 / 6), ["R: Yes, I have two dogs"]),
+    *(("dialogue", name, 0, [""]) for name in ("f1", "rouge_l", "bleu")),
+    ("dialogue", "f1", 2 * 1 / (1 + 5), ["dogs"]),
+    ("dialogue", "length", 1, [GOLD, "two " * 40]),
+    # i, have, two; i have, have two; a crossed order leaves one word in common
+    ("dialogue", "rouge_1", 6 / 9, ["i have two cats"]),
+    ("dialogue", "rouge_2", 4 / 7, ["i have two cats"]),
+    ("dialogue", "rouge_l", 2 / 8, ["two have i"]),
+]
 
 
 def made(name: str, **options: Any) -> Any:
     return load_reward(Reward(name=name, options={**OPTIONS.get(name, {}), **options})).function
 
 
-def parts_of(name: str) -> dict[str, list[float]]:
-    """Components of the texts of a case."""
-    texts, columns = CASES[name]
-    return cast(WeightedReward, made(name)).graded(["p"] * len(texts), texts, **columns)[1]
+def graded(function: Any, name: str, texts: list[str]) -> tuple[list[float], dict[str, list[float]]]:
+    columns = {key: [value] * len(texts) for key, value in COLUMNS[name].items()}
+    return cast(Any, function.graded(["p"] * len(texts), texts, **columns))
 
 
-def rollout(texts: list[str], **columns: Any) -> Rollout:
-    """Responses to one prompt, as `score` reads them."""
-    items = [{"prompt": "p", "prompt_ids": [1]} | columns]
-    truncated = torch.zeros(len(texts), dtype=torch.bool)
-    return cast(Rollout, SimpleNamespace(items=items, group_size=len(texts), texts=texts, truncated=truncated))
+def part(name: str, of: str, *texts: str) -> list[float]:
+    return graded(made(name), name, list(texts))[1][of]
 
 
-# Bundled rewards
+@pytest.mark.parametrize(("name", "of", "value", "texts"), PARTS)
+def test_each_part_measures_what_it_says(name: str, of: str, value: float, texts: list[str]) -> None:
+    assert part(name, of, *texts) == pytest.approx([value] * len(texts), abs=1e-12)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_totals_are_weighted_sums_and_do_not_depend_on_other_responses(name: str) -> None:
-    function, (texts, columns), parts = made(name), CASES[name], parts_of(name)
-    assert all(0 <= value <= 1 for values in parts.values() for value in values)
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in COLUMNS), ("gsm8k", {"numbers": 0.0})])
+def test_totals_are_weighted_sums_and_do_not_depend_on_other_responses(name: str, options: dict[str, float]) -> None:
+    function, texts = made(name, **options), [text for of, *_, row in PARTS if of == name for text in row]
+    totals, parts = graded(function, name, texts)
     weights = function.weight_of()
-    together = function(prompts=["p"] * len(texts), completions=texts, **columns)
-    assert together == pytest.approx([sum(w * parts[n][i] for n, w in weights.items()) for i in range(len(texts))])
+    assert {"length", *weights} == {"length", *parts} and ("numbers" in parts) == (name == "gsm8k" and not options)
+    assert all(0 <= value <= 1 for values in parts.values() for value in values)
+    assert totals == pytest.approx([sum(w * parts[n][i] for n, w in weights.items()) for i in range(len(texts))])
     order = random.Random(0).sample(range(len(texts)), len(texts))
-    alone = [function(["p"], [texts[i]], **{key: column[:1] for key, column in columns.items()})[0] for i in order]
-    assert alone == [together[i] for i in order]
+    assert [graded(function, name, [texts[i]])[0][0] for i in order] == [totals[i] for i in order]
+    if name == "gsm8k":
+        assert max(totals) == pytest.approx(sum(weights.values())) and min(totals) == 0
 
 
-def test_without_a_reference_there_is_no_reward() -> None:
-    function = made("dialogue")
-    values, parts = function.graded(["p"] * 3, ["18"] * 3, answer=["so it is", None, " "])
+def test_missing_references_and_truncated_responses() -> None:
+    values, parts = made("dialogue").graded(["p"] * 3, ["18"] * 3, answer=["so it is", None, " "])
     assert values[0] is not None and values[1:] == [None, None]
     assert all(math.isnan(value) for column in parts.values() for value in column[1:])
     with pytest.raises(ValueError, match=r"reward dialogue: needs the column 'answers' or 'answer', .*\['gold'\]"):
-        function(prompts=["p"], completions=["18"], gold=["18"])
-    some = [{"prompt": "p", "answer": "4"}, {"prompt": "p", "answer": None}, {"prompt": "p"}]
-    rule = "key: 'exact' gets None for 'answer', which 2 of 3 lines lack"
-    assert list(rewards.gaps(load_reward(Reward()), "key", some)) == [rule] and not list(
-        rewards.gaps(MINE, "key", some)
-    )
-    narrow = MINE._replace(function=lambda prompts, completions: [])
-    with pytest.raises(ValueError, match=r"^key: .*mine' must take prompts, completions and the columns of the data"):
-        rewards.require_columns(narrow, "key", some)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("exact", {"correct": 1}, r"rewards.options.correct: no such key; there is none$"),
-        ("gsm8k", {"corect": 1.0}, r"rewards.options.corect: no such key; the nearest is 'correct'"),
-        ("reply", {"weights": {"relevanse": 1.0}}, r"options.weights.relevanse: .* nearest is 'relevance'"),
-        ("reply", {"weights": {"relevance": 0.5}}, r"options.weights: must sum to 1, got Weights\(relevance=0.5"),
-        ("dialogue", {"weights": {"bleu": 1.0}}, r"options.weights: must sum to 1"),
-        ("diversity", {"embeder": "hashed"}, r"embeder: .* nearest is 'embedder'"),
-        ("dialog", {}, r"rewards.name: must be one of exact, .* got 'dialog'; the nearest is 'dialogue'"),
-        ("math:floor", {"a": 1}, r"rewards.options: requires a bundled reward, got {'a': 1} with 'math:floor'"),
-        ("collections:Counter", {}, r"rewards.name: must name a function, .* name an instance of the class"),
-    ],
-)
-def test_bad_options_are_named(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        made(name, **options)
-
-
-def test_names_for_trl_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in set(rewards.BUNDLED) - {"reward_model"}:  # needs a model: test_reward_model.py
-        assert made(name).__name__ == name
-    monkeypatch.setattr(messages.importlib.util, "find_spec", lambda name: None)
-    missing = (("dialogue", "rouge-score", "text"), ("reply", "vaderSentiment", "text"), ("judge", "openai", "judge"))
-    for name, package, extra in missing:
-        with pytest.raises(ValueError, match=rf'{name}: needs the package {package}, .* "grpo-kernels\[{extra}\]"'):
-            made(name)
-
-
-def test_an_exact_answer_may_be_a_number() -> None:
+        made("dialogue")(prompts=["p"], completions=["18"], gold=["18"])
+    plain, columns = load_reward(Reward(name="gsm8k")).function, {"answer": [18, 18.0, None, ""]}
+    values = plain(["p"] * 4, ["#### 18"] * 4, **columns, truncated=[True, False, False, False])
+    assert values == [1.0, 1.1, None, None]
+    with pytest.raises(ValueError, match="'answer' must hold a number, got 'many'"):
+        made("gsm8k")(["p"], ["18"], answer=["many"])
     answers = ["4", " 4", 4, 4.0, "5", 5, 4.5, None]
     values = made("exact")(prompts=["p"] * 8, completions=["2 + 2 = 4. #### 4"] * 8, answer=answers)
     assert values == [1, 1, 1, 1, 0, 0, 0, None]
+    some = [{"prompt": "p", "answer": "4"}, {"prompt": "p", "answer": None}, {"prompt": "p"}]
+    rule = "key: 'exact' gets None for 'answer', which 2 of 3 lines lack"
+    exact = load_reward(Reward())
+    assert list(rewards.gaps(exact, "key", some)) == [rule]
+    assert list(rewards.gaps(exact, "key", some[:1])) == list(rewards.gaps(exact, "key", some[1:])) == []
+    assert list(rewards.gaps(MINE, "key", some)) == []
+    for name in ("prompts", "completions", "truncated"):
+        with pytest.raises(ValueError, match=f"^key: the data must not have the column '{name}'"):
+            rewards.require_columns(MINE, "key", [{"prompt": "p", name: 1}])
 
 
-# Replies
+def test_form_must_be_worth_less_than_correctness_unless_asked_otherwise() -> None:
+    for name in SHAPING:
+        alone = {**dict.fromkeys(SHAPING, 0.0), name: 1.0}
+        with pytest.raises(ValueError, match=rf"correct: must exceed {name} = 1.0, or a wrong .* dominant is false, "):
+            made("gsm8k", **alone)
+        assert made("gsm8k", **alone, dominant=False).weight_of()[name] == 1.0
+        with pytest.raises(ValueError, match=rf"options.{name}: must be greater than or equal to 0, got -0.1"):
+            made("gsm8k", **{name: -0.1})
 
 
-def test_the_good_reply_is_worth_most_and_repeating_the_post_is_not_relevant() -> None:
-    texts, columns = CASES["reply"]
-    values, relevance = made("reply")(["p"] * len(texts), texts, **columns), parts_of("reply")["relevance"]
-    assert max(range(len(texts)), key=lambda i: values[i]) == texts.index(GOOD)
-    assert values[0] == values[1] == 0 and values[8] == pytest.approx(0.3)
-    assert relevance[3] > relevance[4] and [relevance[5], *relevance[9:]] == [0] * 4
+@given(
+    st.text(alphabet="0172 #.,=+-*/firstthenaddsumhalf\n", max_size=200),
+    st.sampled_from(["", "\n#### 7", SOLUTION[:-2]]),
+)
+def test_no_wrong_text_is_worth_as_much_as_the_bare_answer(start: str, end: str) -> None:
+    totals, parts = graded(made("gsm8k"), "gsm8k", [start + end, "72"])
+    assert parts["correct"][0] == 1 or totals[0] < totals[1]
+
+
+def test_the_good_reply_is_worth_most() -> None:
+    texts = ["", "ok", "Agreed!", GOOD, "My cat sleeps all day.", POST, "THIS IS SO TRUE OMG", "so " * 100, "x" * 501]
+    values, parts = graded(made("reply"), "reply", texts)
+    assert values.index(max(values)) == 3 and values[0] == values[1] == 0 and values[8] == pytest.approx(0.3)
+    assert parts["relevance"][3] > parts["relevance"][4]
     # the post is the prompt where there is no column
     assert made("reply")([POST, "other"], [GOOD, GOOD], post=[None, POST]) == [values[3]] * 2
     assert made("reply")([POST], [GOOD]) == [values[3]]
-
-
-FILM = "I watched all of that film"
-
-
-def test_parts_of_a_reply() -> None:
-    def characters(count: int) -> str:
-        return "." * count + "x" * (100 - count)
-
-    lengths = {19: 0.3, 20: 0.6, 50: 1, 151: 0.8, 281: 0.4}
-    assert {count: reply.length("x" * count) for count in lengths} == lengths
-    shares = {0: 0.7, 1: 0.85, 2: 1.0, 8: 1.0, 15: 0.8, 30: 0.3, 100: 0.3}
-    assert {count: reply.punctuation(characters(count)) for count in shares} == pytest.approx(shares)
-    engagement = {
-        FILM: 0.7,
-        f"{FILM}... ???": 0.7,  # an ellipsis is no sentence, and a question mark no question
-        "Did you watch all of that?": 0.9,
-        f"{FILM}. Did you?": 1.0,
-        "So true": 0.35,
-        f"{FILM} in Rome, true": 0.7,
-        "thistles grow, yesterday": 0.7,  # generic words are whole words
-        FILM.upper(): 0.42,
-    }
-    assert {text: reply.engagement(text) for text in engagement} == pytest.approx(engagement)
-    diversity = {"one two, Three": 1.0, "so so so so So": 0.7 / 5, "!!!": 0.0}
-    assert {text: reply.lexical_diversity(text) for text in diversity} == pytest.approx(diversity)
-    assert reply.sentiment("I love this!", "I love this!") == 1
-    assert reply.sentiment("I love this!", "That is horrible, I hate it.") < 0.3
-
-
-# Dialogue
-
-
-def test_dialogue_components() -> None:
-    parts = parts_of("dialogue")
-    assert [parts[name][0] for name in ("f1", "rouge_l", "bleu")] == pytest.approx([1, 1, 1])
-    # every n-gram matches, and one of the reference's seven tokens, the full stop, is missing
-    assert [parts[name][1] for name in ("f1", "rouge_l", "bleu")] == pytest.approx([1, 1, math.exp(1 - 7 / 6)])
-    assert [parts[name][2] for name in ("f1", "rouge_l", "bleu")] == [0, 0, 0]
-    assert parts["f1"][4] == pytest.approx(2 * 1 / (1 + 5)) and parts["length"] == [1.0] * len(TURNS)
-    # i, have, two; i have, have two; a crossed order leaves one word in common
-    rouge = {
-        ("i have two cats", "yes i have two dogs"): (6 / 9, 4 / 7, 6 / 9),
-        ("two have i", "i have two"): (1, 0, 1 / 3),
-    }
-    for (text, answer), expected in rouge.items():
-        got = made("dialogue").parts("", text, {"answer": answer})
-        assert [got[name] for name in ("rouge_1", "rouge_2", "rouge_l")] == pytest.approx(expected)
-    only = made("dialogue", weights={"f1": 0.0, "rouge_l": 0.0, "bleu": 0.0, "rouge_2": 1.0})
-    assert only(["p"], ["i have two cats"], answer=["yes i have two dogs"]) == [pytest.approx(4 / 7)]
+    same, other = ("I love this!", "That is horrible, I hate it.")
+    _, parts = made("reply").graded(["I love this!"] * 2, [same, other])
+    assert parts["sentiment"][0] == 1 and parts["sentiment"][1] < 0.3
 
 
 def test_the_nearest_of_several_references_counts_and_other_lengths_are_penalized() -> None:
@@ -196,14 +270,11 @@ def test_the_nearest_of_several_references_counts_and_other_lengths_are_penalize
     texts, columns = ["one " * words for words in (4, 2, 6)], {"answer": ["one two three four"] * 3}
     totals, parts = made("dialogue", length_penalty=1.0).graded(["p"] * 3, texts, **columns)
     factors = [1, math.exp(-2 * 0.5), math.exp(-0.5)]  # twice as fast below the reference
-    assert parts["length"] == pytest.approx(factors)
     plain = function(["p"] * 3, texts, **columns)
-    assert totals == pytest.approx([value * factor for value, factor in zip(plain, factors, strict=True)]) and all(
-        plain
-    )
-
-
-# Diversity
+    assert parts["length"] == pytest.approx(factors) and all(plain)
+    assert totals == pytest.approx([value * factor for value, factor in zip(plain, factors, strict=True)])
+    only = made("dialogue", weights={"f1": 0.0, "rouge_l": 0.0, "bleu": 0.0, "rouge_2": 1.0})
+    assert only(["p"], ["i have two cats"], answer=["yes i have two dogs"]) == [pytest.approx(4 / 7)]
 
 
 def test_diversity_is_within_neighbours_of_one_prompt() -> None:
@@ -220,11 +291,18 @@ def test_diversity_is_within_neighbours_of_one_prompt() -> None:
     assert function(["a"], ["<think>never ends"]) == [None]
 
 
-# Components and nonsense
+# Functions of the user
+
+
+def rollout(texts: list[str], **columns: Any) -> Rollout:
+    """Responses to one prompt, as `score` reads them."""
+    items = [{"prompt": "p", "prompt_ids": [1]} | columns]
+    truncated = torch.zeros(len(texts), dtype=torch.bool)
+    return cast(Rollout, SimpleNamespace(items=items, group_size=len(texts), texts=texts, truncated=truncated))
 
 
 class Reporting:
-    """A reward of the user's that reports components."""
+    """A reward that reports components."""
 
     def __init__(self, *short: float) -> None:
         self.short = short  # a wrong number of values, if any
@@ -240,6 +318,10 @@ async def late(**_: Any) -> list[float]:
     return [1.0, 1.0]
 
 
+def fails(**_: Any) -> list[float]:
+    raise KeyError("no such thing")
+
+
 MINE = LoadedReward(Reward(name=f"{__name__}:mine"), Reporting())
 
 
@@ -249,14 +331,19 @@ def test_means_are_those_of_the_scored_responses_and_rewards_are_told_apart() ->
     assert rewards.component_means([MINE], scores.components) == {"short": pytest.approx(2 / 3)}
     several, name = [MINE, load_reward(Reward(name="dialogue")), MINE], MINE.settings.name
     means = rewards.component_means(several, score(several, rollout(["a"], answer="a")).components)
-    assert set(means) == {f"{name}.0.short", f"{name}.2.short", *(f"dialogue.{part}" for part in DIALOGUE)}
+    parts = ("f1", "rouge_1", "rouge_2", "rouge_l", "bleu", "length")
+    assert set(means) == {f"{name}.0.short", f"{name}.2.short", *(f"dialogue.{part}" for part in parts)}
+    for name in set(rewards.BUNDLED) - {"reward_model", "judge"}:  # the name under which TRL logs it
+        assert made(name).__name__ == name
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (Reporting(1.0), r"mine': component 'short' must have one value for each of 2 responses, got 1"),
+        (fails, r"mine' raised KeyError: 'no such thing' \(test_rewards\.py, line \d+; GRPO_TRACEBACK=1 shows"),
         (lambda **_: ["bad"] * 2, r"mine' must be a finite number or None, got 'bad' for response 0"),
+        (lambda **_: [0.0, math.nan], r"mine' must be a finite number or None, got nan for response 1"),
         (lambda **_: [1.0], r"mine' must return one value for each of 2 responses, got 1"),
         (lambda **_: 1.0, r"mine' must return one value for each of 2 responses, got float"),
         (late, r"mine' must be a function that is not async"),
@@ -267,7 +354,137 @@ def test_nonsense_names_the_reward_or_is_skipped(function: Any, message: str) ->
     name = MINE.settings.name
     with pytest.raises(RewardError, match=message):
         score([LoadedReward(Reward(name=name, timeout=0.05), function)], rollout(["a", "b"]))
-    if "finite" in message or "Timeout" in message:
+    if "'bad'" in message or "Timeout" in message:
         skipping = LoadedReward(Reward(name=name, timeout=0.05, on_error="skip"), function)
         values, skipped, _ = score([skipping], rollout(["a", "b"]))
         assert skipped == 2 and bool(values.isnan().all())
+
+
+# Thresholds of correctness
+
+
+def letters(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+    return [None if text == "?" else float(len(text)) for text in completions]
+
+
+LETTERS = LoadedReward(Reward(name=f"{__name__}:letters", weight=2.0), letters)
+
+
+def threshold(quantile: float, *texts: str | None, reward: LoadedReward = LETTERS) -> float:
+    items = [{"prompt": "p", "answer": "3"} | ({} if text is None else {"demonstration": text}) for text in texts]
+    return calibrate(quantile, items, Data(), [reward])
+
+
+def test_the_threshold_is_the_quantile_of_the_demonstrations_rewards() -> None:
+    texts = ["a" * n for n in (5, 1, 3, 2, 4)]  # rewards 2, 4, 6, 8, 10
+    assert [threshold(q, *texts) for q in (0.0, 0.25, 0.5, 0.6, 1.0)] == [2.0, 4.0, 6.0, 6.8, 10.0]
+    assert threshold(0.0, *texts, "?", None) == 2.0  # without a reward, and without a demonstration
+    assert threshold(1 / 3, "a", "aa") == 2.666666  # between 2 and 4 at 1/3: 2 + 2/3, rounded down
+    gsm8k, key = load_reward(Reward(name="gsm8k")), "^evaluation.solved_quantile: "
+    for texts_of, reward, message in (
+        ([], LETTERS, f"{key}needs the column 'demonstration'.* got 0"),
+        ([None], LETTERS, f"{key}needs the column 'demonstration'.* got 1"),
+        (["?"], LETTERS, f"{key}needs demonstrations with a reward, got none"),
+        (["#### 3"], gsm8k, "must be null with the reward 'gsm8k', which reports correctness"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            threshold(0.5, *texts_of, reward=reward)
+    # the good kind of replies reaches the threshold of reply.yaml, the generic kind does not
+    loaded = recipes.load("reply", ["data.options={demonstrations: 8, train: 8}"])
+    quantile, reward = loaded.evaluation.solved_quantile, load_reward(loaded.evaluation.rewards[0])
+    assert quantile is not None and loaded.evaluation.pass_k == [1, 5, 10] and loaded.evaluation.samples == 10
+    splits = load_splits(loaded.data, 0)
+    computed = calibrate(quantile, splits.validation, loaded.data, [reward])
+    texts = [str(item["demonstration"]) for item in splits.test]
+    scores = reward.function(["p"] * len(texts), texts, post=[item["post"] for item in splits.test])
+    right = [text for text, value in zip(texts, scores, strict=True) if value is not None and value >= computed]
+    assert 0.1 < len(right) / len(texts) < 0.4 and min(map(len, right)) >= 15
+
+
+# The reward from a sequence classifier
+
+PROMPTS = ["what is this"] * 3 + ["say more"] * 3 + ["what is this"]
+RESPONSES = ["it is a cat", "a cat it is", "it", "", "a cat " * 9, "it is a cat", "it is a cat"]
+PLAIN = "{prompt} : {response}"
+READ = [f"{prompt} : {response}" for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+WORDS = ["<unk>", "<end>", *["what", "is", "this", "say", "more", "it", "a", "cat", ":", "user", "assistant"]]
+CHAT = "{% for m in messages %}{{ m.role + ' : ' + m.content + ' <end> ' }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model, and classifiers with one label, with a chat template and with three labels."""
+    top = tmp_path_factory.mktemp("classifiers")
+    torch.manual_seed(0)
+    base = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    base.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, unk_token="<unk>", eos_token="<end>")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config: Any = LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=40, num_labels=1, **sizes)
+    for name, labels in (("language", 1), ("plain", 1), ("several", 3), ("chat", 1)):
+        config.id2label = {i: f"trait {i}" for i in range(labels)}
+        tokenizer.chat_template = CHAT if name == "chat" else None
+        model: Any = (LlamaForCausalLM if name == "language" else LlamaForSequenceClassification)(config)
+        if name != "language":
+            torch.nn.init.normal_(model.score.weight)  # large enough that the tokens decide
+        model.save_pretrained(top / name)
+        tokenizer.save_pretrained(top / name)
+    return top
+
+
+def model_reward(path: Path, **options: Any) -> Any:
+    return load_reward(Reward(name="reward_model", options={"path": str(path), **options})).function
+
+
+def logits_of(path: Path, *texts: str, label: int = 0) -> list[float]:
+    """Logits of texts one by one, from transformers alone."""
+    model = LlamaForSequenceClassification.from_pretrained(path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    return [model(**tokenizer(text, return_tensors="pt")).logits[0, label].item() for text in texts]
+
+
+def test_scores_are_those_of_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # float32 sums of at most 32 terms of size about 1, in two layers and the head
+    allowed = 2 * 32 * torch.finfo(torch.float32).eps
+    want = logits_of(folder / "plain", *READ)
+    assert len({round(value, 3) for value in want}) == 6, "the texts have different scores"
+    plain, sizes = model_reward(folder / "plain", template=PLAIN), list[list[int]]()
+    note = lambda _, __, inputs: sizes.append([*inputs["input_ids"].shape])  # noqa: E731
+    plain._model.register_forward_pre_hook(note, with_kwargs=True)
+    for tokens in (16384, 8):
+        monkeypatch.setattr(reward_model, "BATCH_TOKENS", tokens)
+        assert plain(PROMPTS, RESPONSES) == pytest.approx(want, abs=allowed * max(1.0, *map(abs, want)), rel=0)
+    # lengths: 3 + 1 + words of the response, or 2 + 1 + words; the last text repeats the first
+    assert sizes[:5] == [[1, 3], [1, 5], [1, 7], [2, 8], [1, 21]] and sizes[5:] == [[1, n] for n in (3, 5, 7, 8, 8, 21)]
+    assert model_reward(folder / "plain", template=PLAIN, dtype="bfloat16")._model.dtype == torch.bfloat16
+    assert plain.__name__ == "reward_model"
+    several = model_reward(folder / "several", template=PLAIN, label="trait 2")(PROMPTS, RESPONSES)
+    assert several == pytest.approx(logits_of(folder / "several", *READ, label=2), abs=1e-4)
+    assert several == model_reward(folder / "several", template=PLAIN, label=2)(PROMPTS, RESPONSES)
+
+
+def test_the_text_that_is_read(folder: Path) -> None:
+    """The last token is the end token, which must be read although models often pad with it."""
+    text = "user : what is this <end> assistant : it is a cat"
+    want, unended = logits_of(folder / "chat", f"{text} <end>", text)
+    assert model_reward(folder / "chat")(PROMPTS[:1], RESPONSES[:1]) == pytest.approx([want], abs=1e-5)
+    assert want != pytest.approx(unended, abs=1e-3)
+    # braces are left alone
+    reward = model_reward(folder / "plain", template="{x} {prompt} : {response}")
+    read = reward._tokenizer.decode(reward._ids("{response} a", "{prompt} it"))
+    assert read.split() == ["<unk>", "<unk>", "a", ":", "<unk>", "it"]
+    for kind, options, message in (
+        ("plain", {}, r"options.template: must be given for a tokenizer without a chat template"),
+        ("plain", {"template": "{prompt}"}, r"options.template: must contain \{response\}, got '\{prompt\}'"),
+        ("several", {"template": PLAIN}, r"options.label: must be one of \['trait 0', .*number, got None"),
+        ("several", {"template": PLAIN, "label": 3}, r"options.label: .* got 3"),
+        # its head would be drawn at random
+        ("language", {"template": PLAIN}, r"must have every weight of a LlamaForSequence.* without score\.weight$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model_reward(folder / kind, **options)
+    with pytest.raises(ValueError, match=r"reward_model: .* at most 40 tokens, .* got 103 for response 1"):
+        reward(["say more"] * 2, ["it", "it " * 99])
+    rule = r"every weight of a LlamaForCausalLM, got '.*' without lm_head\.weight$"
+    with pytest.raises(ValueError, match=rf"^model\.path: must have {rule}"):
+        load_lm(Model(path=str(folder / "plain")), "cpu")

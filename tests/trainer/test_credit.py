@@ -1,0 +1,351 @@
+"""From rewards to the gradient of a step: what is compared, shared, left out and divided by.
+
+Faults they are there for: rewards of responses that were truncated or rejected are part of what the others are compared
+with; they, or unscored responses and groups of equal rewards, count in a divisor, or in the KL and the entropy; similar
+responses that share with another prompt, or with a wrong one.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from grpo_trainer import train as training
+from grpo_trainer.algorithm import (
+    ALGORITHMS,
+    Credit,
+    Plan,
+    _keep_largest,
+    assign_credit,
+    minibatch_counts,
+    rows_in_loss,
+    share_rewards,
+)
+from grpo_trainer.data import Batch
+from grpo_trainer.recipe import Algorithm, Rl
+from grpo_trainer.recipe import Rollout as Sampling
+from grpo_trainer.recipes import load, validated
+from grpo_trainer.rollout import Rollout
+from grpo_trainer.setup import Run
+from torch import Tensor
+
+import grpo_kernels as gk
+from tests.trainer import small
+
+HERE = "tests.trainer.test_credit"
+SIZE, WIDTH = 6, 5
+LENGTHS = torch.tensor([3, 5, 1, 2, 4, 3, 5, 5, 2, 1, 3, 4])
+MASK = torch.arange(WIDTH) < LENGTHS[:, None]
+# a prompt with two such responses, and one with three
+LEFT_OUT = torch.tensor([0, 1, 0, 0, 1, 0, 1, 0, 1, 1, 0, 0], dtype=torch.bool)
+# Two prompts with six responses each. The first has a cluster of four, of which one is wrong, and two singletons; the
+# second has clusters of two and four.
+REWARDS = torch.tensor([[1.0, 1, 1, 0, 1, 0], [3, 5, 2, 5, 5, 4]], dtype=torch.float64).view(12, 1)
+CLUSTERS = torch.tensor([0, 0, 0, 0, 1, 2, 3, 3, 4, 4, 4, 4])
+EMBEDDINGS = torch.eye(5)[CLUSTERS]
+
+
+def credited(
+    settings: dict[str, Any],
+    rewards: Tensor = REWARDS,
+    embeddings: Tensor = EMBEDDINGS,
+    counted: Tensor | None = None,
+) -> tuple[Plan, Credit]:
+    random = torch.Generator().manual_seed(5)
+    logprobs, values = (-torch.rand(len(LENGTHS), WIDTH, generator=random) for _ in range(2))
+    batch = SimpleNamespace(mask=MASK)
+    rollout = cast(Rollout, SimpleNamespace(group_size=SIZE, batch=batch, lengths=LENGTHS, logprobs=logprobs))
+    sampling = Sampling(max_completion_length=WIDTH, num_generations=SIZE)
+    plan = Plan.of(Rl(algorithm=validated(Algorithm, settings), rollout=sampling))
+    return plan, assign_credit(plan, rollout, rewards.float().view(12, 1), torch.ones(1), embeddings, values, counted)
+
+
+def advantages(name: str, embeddings: Tensor = EMBEDDINGS, **similarity: float) -> Tensor:
+    return credited({"name": name, "similarity": similarity or None}, embeddings=embeddings)[1].advantages
+
+
+# Similar responses
+
+
+@pytest.mark.parametrize("power", [0.25, 1.0, 2.0])
+def test_rewards_above_the_lowest_are_divided_among_similar_responses(power: float) -> None:
+    third, half = 3**-power, 2**-power
+    of_second = [2 + half, 2 + 3 * half, 2, 2 + 3 * third, 2 + 3 * third, 2 + 2 * third]
+    expected = torch.tensor([third, third, third, 0, 1, 0, *of_second], dtype=torch.float64).view(12, 1)
+    # three roundings of doubles up to 5: a power, a product and a sum
+    close = {"rtol": 0, "atol": 3 * 5 * torch.finfo(torch.float64).eps}
+    torch.testing.assert_close(share_rewards(REWARDS, CLUSTERS, 6, power), expected, **close)
+    both = torch.cat([REWARDS, REWARDS.flip(0)], 1)  # columns share apart from each other
+    columns = [share_rewards(both[:, i : i + 1], CLUSTERS, 6, power) for i in range(2)]
+    assert torch.equal(share_rewards(both, CLUSTERS, 6, power), torch.cat(columns, 1))
+
+
+def test_responses_without_a_cluster_or_a_reward_take_no_share() -> None:
+    outside = torch.where((torch.arange(12) == 1) | (torch.arange(12) == 2), -1, CLUSTERS)
+    assert share_rewards(REWARDS, outside, 6, 1.0).flatten()[:3].tolist() == [1, 1, 1]
+    missing = REWARDS.clone()
+    missing[0] = math.nan
+    divided = share_rewards(missing, CLUSTERS, 6, 1.0).flatten()
+    assert divided[0].isnan() and divided[1:5].tolist() == [0.5, 0.5, 0, 1]
+    assert share_rewards(torch.full_like(REWARDS, math.nan), CLUSTERS, 6, 1.0).isnan().all()
+
+
+def test_advantages_within_and_between_clusters() -> None:
+    between = advantages("similarity_group_grpo", within=0.0, between=1.0)
+    assert torch.equal(between, advantages("grpo"))
+    both = advantages("similarity_group_grpo", within=0.5, between=1.0)
+    torch.testing.assert_close(both, between + 0.5 * advantages("similarity_group_grpo", within=1.0, between=0.0))
+    assert not torch.equal(both, between)
+    shared = advantages("similarity_group_grpo", within=0.0, between=1.0, sharing=1.0)
+    expected = gk.group_advantages(share_rewards(REWARDS.float(), CLUSTERS, 6, 1.0), 6).advantages
+    assert torch.equal(shared, expected)
+    spoilt = EMBEDDINGS.clone()
+    spoilt[4] = math.nan
+    computed = advantages("similarity_group_grpo", spoilt, within=1.0, between=1.0)
+    assert computed[4] == 0 and computed[[0, 1, 2, 3, 5]].all()
+
+
+# What is left out
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"name": name} for name in ALGORITHMS),
+        {"name": "similarity_group_grpo", "similarity": {"sharing": 1.0, "between": 0.5}},
+        {"name": "group_ppo", "segments": {"norm": "prompt"}},
+        {"name": "group_ppo", "sparse": True},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_what_is_left_out_decides_nothing(settings: dict[str, Any]) -> None:
+    """Neither its reward nor its text changes the credit of another response."""
+    random = torch.Generator().manual_seed(1)
+    credits = []
+    for scale in (1.0, -100.0):
+        rewards = torch.randn(12, generator=random) * scale
+        embeddings = torch.randn(12, 4, generator=random)
+        rewards[~LEFT_OUT] = torch.tensor([0.5, 1.0, 0.0, 0.75, 0.25, 1.0, 0.0])
+        embeddings[~LEFT_OUT] = torch.eye(4)[[0, 0, 1, 2, 3, 3, 1]]
+        plan, credit = credited(settings, rewards, embeddings, MASK & ~LEFT_OUT[:, None])
+        credits.append(credit)
+    first, second = credits
+    assert first.mask is not None and second.mask is not None
+    assert torch.equal(first.mask, second.mask) and not first.mask[LEFT_OUT].any()
+    assert first.mask[~LEFT_OUT].any(1).all() and not rows_in_loss(plan, first, MASK, SIZE)[LEFT_OUT].any()
+    assert first.advantages.any() and torch.equal(first.advantages, second.advantages)
+    assert not first.advantages[LEFT_OUT].any()
+
+
+def test_rewards_arrive_at_last_tokens_and_lengths_are_those_in_the_loss() -> None:
+    returns = credited({"name": "ppo"}, torch.arange(12.0))[1].returns
+    assert returns is not None
+    torch.testing.assert_close(returns[torch.arange(12), LENGTHS - 1], torch.arange(12.0))
+    counted = torch.arange(WIDTH) < torch.tensor([2, 0, 1, 2, 0, 3] * 2)[:, None]
+    got = credited({"name": "opo"}, torch.tensor([1.0, 0, 0, 0, 0, 0] * 2), counted=counted)[1].advantages
+    baseline = 2 / 8
+    want = torch.tensor([1 - baseline, 0, -baseline, -baseline, 0, -baseline] * 2)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    ids = torch.tensor([[0, 0, -1, -1, 2, 3], [-1, -1, -1, -1, -1, -1], [-1, 5, 5, 6, -1, 6]])
+    assert minibatch_counts(ids >= 0, ids) == {"tokens": 8, "rows": 3, "segments": 3 + 0 + 2}
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(("ratio", "kept"), [(0.5, 4), (0.25, 2), (0.01, 1), (0.9, 7)])
+def test_a_share_of_the_responses_in_the_loss_is_kept(per_token: bool, ratio: float, kept: int) -> None:
+    """Those with the largest advantages of each group."""
+    ones = torch.ones(40, 6, dtype=torch.bool)
+    batch = Batch(torch.ones(5, 1), ones[:5, :1], torch.ones(40, 6), ones, torch.arange(40) // 8)
+    rollout = Rollout([{}] * 5, batch, torch.zeros(40, 6), ~ones[:, 0], [""] * 40)
+    advantages = torch.randn((40, 6) if per_token else (40,), generator=torch.Generator().manual_seed(4))
+    credit, before = Credit(advantages), ones.clone()
+    _keep_largest(credit, rollout, ratio)
+    assert credit.mask is not None
+    keeps = credit.mask.any(1).view(5, 8)
+    assert torch.equal(credit.mask, credit.mask.any(1)[:, None].expand_as(credit.mask))
+    assert keeps.sum(1).tolist() == [kept] * 5 and credit.metrics["train/kept_rows"] == 5 * kept
+    size = (advantages.abs().amax(1) if per_token else advantages.abs()).view(5, 8)
+    for row, chosen in zip(size, keeps, strict=True):
+        assert sorted(row.tolist(), reverse=True)[:kept] == sorted(row[chosen].tolist(), reverse=True)
+    before[:, 3:] = False
+    within = dataclasses.replace(credit, mask=before)
+    _keep_largest(within, rollout, ratio)
+    assert within.mask is not None and not within.mask[:, 3:].any() and within.mask[:, :3].any(1).sum() == 5 * kept
+    before[4:8] = before[0:4] & False  # a share of those that are in the loss already
+    in_part = dataclasses.replace(credit, mask=before)
+    _keep_largest(in_part, rollout, 0.5)
+    assert in_part.mask is not None and in_part.mask.any(1).view(5, 8).sum(1).tolist() == [2, 4, 4, 4, 4]
+
+
+def best_if_truncated(prompts: list[str], completions: list[str], truncated: list[bool], **_: Any) -> list[float]:
+    """A reward of 100 for truncated responses, and a small one that varies for the others."""
+    # multiples of 1/8 have exact means
+    return [100.0 if cut else len(text) % 7 / 8 for text, cut in zip(completions, truncated, strict=True)]
+
+
+def rloo(rewards: Tensor, left_out: Tensor, size: int) -> Tensor:
+    """RLOO over the responses that are not left out, prompt by prompt."""
+    want = torch.zeros_like(rewards)
+    for start in range(0, len(rewards), size):
+        rows = [row for row in range(start, start + size) if not left_out[row]]
+        for row in rows if len(rows) > 1 else []:
+            others = [float(rewards[other]) for other in rows if other != row]
+            want[row] = float(rewards[row]) - sum(others) / len(others)
+    return want
+
+
+@pytest.mark.parametrize("truncated", ["vote", "leave_out"])
+@pytest.mark.parametrize("is_rejecting", [False, True])
+def test_truncated_and_rejected_responses_do_not_vote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, truncated: str, is_rejecting: bool
+) -> None:
+    """The mismatch of every third response is large, and rejects all of its tokens; rewards are reported either way."""
+    masks: list[Tensor] = []
+    seen: dict[str, Any] = {}
+
+    def correct(run: Run, rollout: Rollout, mask: Tensor) -> gk.SamplingCorrection:
+        masks.append(mask)
+        by_engine = rollout.logprobs.clone()
+        by_engine[::3] -= 5
+        config = gk.CorrectionConfig(rejections=(("seq_mean_k1", -1.0, 1.0),))
+        return gk.sampling_correction(rollout.logprobs, by_engine, mask=mask, config=config)
+
+    def update(run: Run, rollout: Rollout, credit: Credit, *_: Any) -> dict[str, float]:
+        seen.update(rollout=rollout, credit=credit)
+        return {"train/skipped": 1.0}
+
+    monkeypatch.setattr(training, "update", update)
+    if is_rejecting:
+        monkeypatch.setattr(training, "correct_sampling", correct)
+    reward = f"rl.rewards=[{{name: '{HERE}:best_if_truncated'}}]"
+    run = small.ready(small.recipe(tmp_path, "rl.algorithm.name=rloo", reward, f"rl.rollout.truncated={truncated}"))
+    small.ending(run.policy, 2.0)
+    metrics = training.rl_step(run, run.items("train")[:6], 1)
+    rollout, credit = seen["rollout"], seen["credit"]
+    cut, tokens = rollout.truncated, rollout.batch.tokens
+    assert 0 < int(cut.sum()) < len(cut)
+    assert torch.equal(cut, tokens[torch.arange(len(cut)), rollout.lengths - 1] != run.policy.eos_id)
+    left_out = torch.arange(len(cut)) % 3 == 0 if is_rejecting else torch.zeros_like(cut)
+    if truncated == "leave_out":
+        left_out = left_out | cut
+        assert not any(mask[cut].any() for mask in masks)  # nor do they count in the statistics of the correction
+    assert (credit.mask is None) == (not is_rejecting and truncated == "vote")
+    assert torch.equal(credit.in_loss(rollout.batch.mask), rollout.batch.mask & ~left_out[:, None])
+    rewards = torch.tensor(best_if_truncated([], rollout.texts, cut.tolist()))
+    want = rloo(rewards, left_out, rollout.group_size)
+    assert want.any()
+    torch.testing.assert_close(credit.advantages, want, rtol=1e-5, atol=1e-4)
+    assert metrics["rewards/max"] == 100 and metrics["rewards/unscored"] == 0 < metrics["rollout/truncated"] < 1
+
+
+# The gradient of a step
+
+SHARES: dict[str, Callable[[int, int, int], float]] = {  # of a token, by the tokens, the rows and its row's tokens
+    "token-mean": lambda tokens, rows, length: 1 / tokens,
+    "seq-mean-token-mean": lambda tokens, rows, length: 1 / (rows * length),
+    "seq-mean-token-sum-norm": lambda tokens, rows, length: 1 / (rows * 12),
+}
+
+
+def some_unscored_or_equal(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+    """Equal rewards for the first prompt, and none for a response of each other one."""
+    return [
+        0.5 if i < 4 else None if i % 4 == 1 else len(text) % 3 / 4 + (i % 4) / 8 for i, text in enumerate(completions)
+    ]
+
+
+def counted_rows(rollout: Rollout) -> dict[int, float]:
+    """Advantages of Dr.GRPO of the rows that count, written apart."""
+    rewards, counted = some_unscored_or_equal([], rollout.texts), dict[int, float]()
+    for start in range(0, len(rewards), 4):
+        rows = [row for row in range(start, start + 4) if rewards[row] is not None and not rollout.truncated[row]]
+        scores = {row: float(rewards[row] or 0.0) for row in rows}
+        if len({*scores.values()}) > 1:
+            counted |= {row: score - sum(scores.values()) / len(scores) for row, score in scores.items()}
+    return counted
+
+
+def loss_of(
+    rollout: Rollout,
+    advantages: dict[int, float],
+    policy: Any,
+    reference: Any,
+    share_of: Callable[[int, int, int], float],
+) -> Tensor:
+    """The policy term of ratios of 1, 0.3 times k3 and -0.2 times the entropy, from transformers' own forward pass."""
+    want, tokens = torch.zeros((), dtype=torch.float64), int(rollout.lengths[[*advantages]].sum())
+    for row, advantage in advantages.items():
+        response = rollout.batch.tokens[row][rollout.batch.mask[row]]
+        prompt = torch.tensor(rollout.items[row // 4]["prompt_ids"])
+        whole = torch.cat((prompt, response))[None]
+        place = slice(len(prompt) - 1, -1)
+        logprobs, theirs = (model(whole).logits[0, place].log_softmax(-1) for model in (policy, reference))
+        of_tokens = logprobs.gather(1, response[:, None]).squeeze(1)
+        gap = theirs.detach().gather(1, response[:, None]).squeeze(1) - of_tokens
+        entropy = -(logprobs.exp() * logprobs).sum(1)
+        share = share_of(tokens, len(advantages), len(response))
+        want = want + share * (0.3 * (gap.exp() - gap - 1) - 0.2 * entropy - advantage * of_tokens).sum()
+    return want
+
+
+@pytest.mark.parametrize("aggregation", SHARES)
+@pytest.mark.parametrize("micro_batch", [1, 5, 64])
+def test_a_step_divides_by_what_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aggregation: str, micro_batch: int
+) -> None:
+    """Against a float64 gradient; a ratio is 1 in a step's first minibatch."""
+    loss = f"{{entropy_coef: 0.2, aggregation: {aggregation}}}"
+    more = (f"rl.rewards=[{{name: '{HERE}:some_unscored_or_equal'}}]", f"rl.micro_batch={micro_batch}")
+    more += ("rl.rollout.truncated=leave_out", "rl.minibatches=1", "rl.num_iterations=1")
+    run = small.ready(small.recipe(tmp_path, f"rl.algorithm={{name: dr_grpo, beta: 0.3, loss: {loss}}}", *more))
+    lm, seen = run.policy.lm, dict[str, Any]()
+    reference = copy.deepcopy(lm).double().eval()
+    with torch.no_grad():
+        for weight in lm.parameters():
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())) / 10)
+        lm.get_output_embeddings().weight[run.policy.eos_id] *= 12  # some responses end, others are truncated
+    update = training.update
+
+    def spy(run: Run, rollout: Rollout, credit: Credit, *more: Any) -> dict[str, float]:
+        seen.update(rollout=rollout, policy=copy.deepcopy(lm).double().eval())
+        return update(run, rollout, credit, *more)
+
+    def keep(*_: Any) -> float:
+        seen["gradients"] = {name: weight.grad for name, weight in lm.named_parameters()}
+        return 1.0
+
+    monkeypatch.setattr(training, "update", spy)
+    monkeypatch.setattr(training, "optimizer_step", keep)
+    metrics = training.rl_step(run, run.items("train")[:6], 2)
+    rollout, policy = seen["rollout"], seen["policy"]
+    counted = counted_rows(rollout)
+    assert len(rollout.texts) - len(counted) > 6 and len(counted) > 4 and rollout.truncated[4:].any()
+    assert any(row % 4 == 1 and not rollout.truncated[row] and row - 1 in counted for row in range(4, 24))
+    loss_of(rollout, counted, policy, reference, SHARES[aggregation]).backward()
+    for name, weight in policy.named_parameters():
+        gradient = weight.grad
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(seen["gradients"][name].double(), gradient, rtol=1e-3, atol=1e-4 * scale)
+    assert metrics["train/skipped"] == 0
+
+
+def test_reinforce_from_one_response_raises_what_was_rewarded() -> None:
+    """The published loss has the other sign."""
+    rl = load("dialogue-reinforce-single").rl
+    assert rl is not None and (rl.num_iterations, rl.minibatches) == (1, 1)  # its loss has no ratio
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    rollout: Any = SimpleNamespace(group_size=1, batch=SimpleNamespace(mask=mask), lengths=mask.sum(1))
+    rewards = torch.tensor([0.2, 0.9, 0.0, 0.5])
+    credit = assign_credit(Plan.of(rl), rollout, rewards[:, None], torch.ones(1), None, None)
+    assert torch.equal(credit.advantages, rewards)
+    logprobs = torch.full(mask.shape, -1.0, requires_grad=True)
+    loss = gk.policy_loss(logprobs, logprobs.detach(), credit.advantages, mask=mask, config=Plan.of(rl).loss).loss
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    torch.testing.assert_close(gradient, -rewards[:, None].expand(4, 3) / mask.sum())
