@@ -2,9 +2,9 @@
 # # The same training with TRL's trainer and with ours
 #
 # SmolLM2-135M-Instruct learns word problems from a reward: first with TRL's `GRPOTrainer`,
-# then with `FusedGRPOTrainer` in its place. `examples/trl_smollm2.py` is the training; the class and
-# `masked_rows="vote"`, which lets masked completions vote in the baseline as TRL does, are all that
-# differs. Run this in a checkout, as a notebook or as `python examples/trl_side_by_side.py`.
+# then with `FusedGRPOTrainer` in its place. `examples/trl_smollm2.py` is the training; the class
+# and its two options are all that differs: `head="fused"` computes the loss from hidden states, and
+# `masked_rows="vote"` lets masked completions vote in the baseline as TRL does. Run this in a checkout, as a notebook or as `python examples/trl_side_by_side.py`.
 
 # %%
 import json
@@ -19,8 +19,8 @@ STEPS = 6
 results = {}
 for name in TRAINERS:
     out = Path("runs") / f"smollm2-{name}"
-    command = [sys.executable, "examples/trl_smollm2.py", name, "--steps", str(STEPS), "--out", str(out)]
-    subprocess.run(command, check=True, capture_output=True)
+    options = ["--steps", str(STEPS), "--batch", "16", "--out", str(out)]
+    subprocess.run([sys.executable, "examples/trl_smollm2.py", name, *options], check=True, capture_output=True)
     results[name] = json.loads((out / "metrics.json").read_text())
 
 # %% [markdown]
@@ -42,13 +42,13 @@ print(f"the mean rewards of the first {same} of {STEPS} steps are the same")
 # %% [markdown]
 # ## The rewards
 #
-# Both sample the same completions until a rounding of the weights changes one of 64 x 20 sampled
+# Both sample the same completions until a rounding of the weights changes one of 32 x 20 sampled
 # tokens; from there on they are two runs of the same training.
 
 # %%
 for name, style in zip(TRAINERS, ("o-", "x--"), strict=True):
     plt.plot(range(1, STEPS + 1), results[name]["rewards"], style, label=name)
 plt.xlabel("step")
-plt.ylabel("mean reward of 64 completions")
+plt.ylabel("mean reward of 32 completions")
 plt.legend()
 plt.show()

@@ -43,12 +43,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trainer", choices=("GRPOTrainer", "FusedGRPOTrainer"), help="the class")
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps; default: %(default)s")
+    parser.add_argument(
+        "--batch", type=int, default=32, help="completions at a time, half of a step's; default: %(default)s"
+    )
     parser.add_argument("--out", required=True, help="folder")
     options = parser.parse_args()
     settings = GRPOConfig(
         output_dir=options.out,
         max_steps=options.steps,
-        per_device_train_batch_size=32,
+        per_device_train_batch_size=options.batch,
         gradient_accumulation_steps=2,
         num_generations=8,
         max_completion_length=20,

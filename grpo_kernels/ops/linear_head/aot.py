@@ -1,4 +1,4 @@
-"""Specialisations of the Triton kernels over a support and of a teacher's ids that tools/aot_compile.py compiles without a GPU."""
+"""Specialisations of the Triton kernels that tools/aot_compile.py compiles without a GPU."""
 
 from __future__ import annotations
 

@@ -168,7 +168,9 @@ class Term:
         separate, whole = cast(SeparateColumns, chunk.separate), _whole(chunk, self.targets[tokens])
         target = separate.scaled[:, -1]  # unless it is one of the ids
         others = torch.logaddexp(whole.rest, target)
-        self.divergence[tokens], self.mass[tokens], by_others, by_id = _terms(self.backend, others, separate, self.teacher, tokens)
+        self.divergence[tokens], self.mass[tokens], by_others, by_id = _terms(
+            self.backend, others, separate, self.teacher, tokens
+        )
         finite = torch.where(others == -torch.inf, 0, others)
         by_rest, by_target = by_others * (whole.rest - finite).exp(), by_others * (target - finite).exp()
         upstream = by_logprob.double()[:, None]
