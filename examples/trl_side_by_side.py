@@ -4,7 +4,8 @@
 # SmolLM2-135M-Instruct learns word problems from a reward: first with TRL's `GRPOTrainer`,
 # then with `FusedGRPOTrainer` in its place. `examples/trl_smollm2.py` is the training; the class
 # and its two options are all that differs: `head="fused"` computes the loss from hidden states, and
-# `masked_rows="vote"` lets masked completions vote in the baseline as TRL does. Run this in a checkout, as a notebook or as `python examples/trl_side_by_side.py`.
+# `masked_rows="vote"` lets masked completions vote in the baseline as TRL does. Run this in a
+# checkout, as a notebook or as `python examples/trl_side_by_side.py`.
 
 # %%
 import json
