@@ -128,28 +128,6 @@ def described(config: gk.CorrectionConfig) -> Op:
         weights, mask, metrics = gk.sampling_correction(**inputs, config=config, backend=backend)
         return {"weights": weights, "mask": mask, "metrics": metrics.tensor}
 
-    def permuted(inputs: Inputs) -> Same:
-        order = torch.randperm(6)
-        back = order.argsort()
-        parts = [{name: value[order] for name, value in inputs.items()}]
-        return Same(parts, lambda r: {**r[0], "weights": r[0]["weights"][back], "mask": r[0]["mask"][back]})
-
-    def packed(inputs: Inputs) -> Same:
-        """Rows without their holes, and tokens of no row after them."""
-        mask = inputs["mask"]
-        bounds = pad(mask.sum(1).cumsum(0), (1, 0))
-        flat = {name: pad(value[mask], (0, 3), value=NAN) for name, value in inputs.items() if name != "mask"}
-
-        def padded(results: list[Results]) -> Results:
-            whole = dict(results[0])
-            for name in ("weights", "mask"):
-                assert not results[0][name][-3:].any()
-                whole[name] = torch.zeros(mask.shape, dtype=results[0][name].dtype)
-                whole[name][mask] = results[0][name][:-3]
-            return whole
-
-        return Same([flat | {"cu_seqlens": bounds}], padded)
-
     def in_parts(inputs: Inputs) -> Same:
         """Two micro-batches, whose metrics merge."""
 
@@ -163,7 +141,7 @@ def described(config: gk.CorrectionConfig) -> Op:
     def ignored(inputs: Inputs) -> dict[str, Tensor]:
         return dict.fromkeys(("old_logprobs", "sampling_logprobs"), ~inputs["mask"])
 
-    rewrites = {"rows in another order": permuted, "packed rows": packed} | ({"parts": in_parts} if parted else {})
+    rewrites = {"parts": in_parts} if parted else {}
     supports = {"reference": (torch.float32, torch.float64)}
     return Op(draw, call, supports, (), ignored, rewrites)
 

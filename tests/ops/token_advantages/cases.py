@@ -190,32 +190,8 @@ def draw_packed() -> Inputs:
     return {n: value if n == "cu_seqlens" else torch.cat((value, value.new_ones(room))) for n, value in batch.items()}
 
 
-def changed(name: str, change: Callable[[Tensor], Tensor], of: str = "") -> Callable[[Inputs], Same]:
-    """An input written in another way, or made from the one that is named by `of`."""
-    return lambda inputs: Same([inputs | {name: change(inputs[of or name])}], lambda results: results[0])
-
-
-def one_row_a_call(inputs: Inputs) -> Same:
-    return in_parts(inputs, [torch.tensor([row]) for row in range(len(inputs["rewards"]))])
-
-
-def in_one_row(inputs: Inputs) -> Same:
-    """The rows packed; their results are moved back to where they were."""
-    batch, width = packed(inputs), inputs["mask"].shape[1]
-    bounds = batch["cu_seqlens"]
-    places = bounds[:-1, None] + torch.arange(width)
-    is_outside = places >= bounds[1:, None]
-
-    def moved(results: list[Results]) -> Results:
-        last = len(batch["rewards"]) - 1
-        return {n: value[places.clamp(max=last)].masked_fill(is_outside, 0) for n, value in results[0].items()}
-
-    return Same([batch], moved)
-
-
-def wider(inputs: Inputs) -> Same:
-    wide = {name: torch.nn.functional.pad(value, (0, 7)) for name, value in inputs.items()}
-    return Same([wide], lambda results: {name: value[:, :12] for name, value in results[0].items()})
+def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Inputs], Same]:
+    return lambda inputs: Same([inputs | {name: change(inputs[name])}], lambda results: results[0])
 
 
 # The optimal token baseline
@@ -249,31 +225,18 @@ def prompts_of_one_size(inputs: Inputs) -> Same:
 PROBABILITIES = ("rewards", "old_logprobs", "sum_pi_squared", "is_weights")
 WALK = gk.TokenAdvantageConfig(gamma=0.9, lam=0.8)
 TURNS = gk.TokenAdvantageConfig(gamma=0.9, lam=0.8, whiten="none", carry_rewards=False)
-LAYOUTS = {
-    "permuted rows": permuted,
-    "packed": in_one_row,
-    "more padding": wider,
-    "a mask of numbers": changed("mask", lambda mask: mask.int() * 3),
-}
 PROMPTS = {"permuted rows": permuted, "one prompt a call": prompts_apart, "prompts of one size": prompts_of_one_size}
 OPS = {
     "token_advantages": dataclasses.replace(
         op_of(WALK),
         ignored=lambda inputs: {"values": ~inputs["mask"]},
-        rewrites={
-            **LAYOUTS,
-            "turns of one token": changed("turns", lambda mask: torch.arange(12).expand_as(mask), "mask"),
-        },
+        rewrites={"a mask of numbers": changed("mask", lambda mask: mask.int() * 3)},
     ),
     "token_advantages of turns": dataclasses.replace(
         op_of(TURNS),
         draw=lambda: padded(int(torch.randint(1000, ())), 5, 12, turns="some"),
         ignored=lambda inputs: dict.fromkeys(("rewards", "values", "turns"), ~inputs["mask"]),
-        rewrites={
-            **LAYOUTS,
-            "one row a call": one_row_a_call,
-            "narrow turns": changed("turns", lambda turns: turns.to(torch.int8)),
-        },
+        rewrites={"narrow turns": changed("turns", lambda turns: turns.to(torch.int8))},
     ),
 }
 OPS["token_advantages of packed rows"] = dataclasses.replace(
