@@ -103,7 +103,6 @@ def a_call(seed: int) -> tuple[Inputs, gk.CorrectionConfig]:
     return inputs, a_config(seed)
 
 
-configs = st.integers(0, 2**31).map(a_config)
 calls = st.integers(0, 2**31).map(a_call)
 
 

@@ -157,9 +157,6 @@ def test_m2po_drops_the_largest_squares(seed: int, count: int, share: float, tie
     [
         ([3.0, 1.0, 2.0], 0.5, 1),  # the smallest stays
         ([3.0, 1.0, 2.0], 2.5, 1),  # a mean at the threshold is not below it
-        ([3.0, 1.0, 2.0], 2.5001, 2),
-        ([3.0, 1.0, 2.0], 4.66, 2),
-        ([3.0, 1.0, 2.0], 4.67, 3),
         ([1e-3, 2e-3, 3e-3, 1e15], 3e-6, 2),  # an outlier does not hide the others
         ([1e-3, 2e-3, 3e-3, 1e15], 1e12, 3),
         ([2e-20, 1e-20, 0.0], 1e-39, 3),  # squares of less than a normal float
@@ -244,18 +241,6 @@ def test_rows_in_blocks_are_the_whole_batch(drawn: tuple[Inputs, gk.CorrectionCo
         # a divergence is a difference of terms of up to 20, and a sum of both signs rounds as its terms do
         error = 80 * EPS * max(want["gap_sum"], want["tokens"], 1)
         assert found[name] == pytest.approx(value, rel=1e-10, abs=error), name
-
-
-def test_more_tokens_than_a_block() -> None:
-    batch = make_batch(4, rows=3, width=1 + reference._BLOCK // 2)
-    whole = correct(batch).metrics
-    parts = [correct(Batch(*(values[row : row + 1] for values in batch))).metrics for row in range(3)]
-    torch.testing.assert_close(whole.tensor, parts[0].merged(parts).tensor, rtol=1e-12, atol=0)
-    with mock.patch.object(reference, "_BLOCK", 4):
-        old = -torch.ones(9)
-        for bounds, tokens in (([0], 0), ([0, 0], 0), ([0, 2], 2), ([0, 2, 9], 9)):
-            got = gk.sampling_correction(old, old, cu_seqlens=torch.tensor(bounds))
-            assert got.mask.tolist() == [place < tokens for place in range(9)] and got.metrics["tokens"] == tokens
 
 
 def test_the_number_of_threads_changes_no_bit() -> None:

@@ -6,14 +6,11 @@ becomes NaN; an ignored row with a value or a gradient; a backward pass, written
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 
-import grpo_kernels as gk
 from tests.harness import examples
 from tests.ops.promises import Inputs, Results, run
 from tests.ops.token_logprobs import cases
@@ -48,12 +45,3 @@ def test_any_rows_are_those_of_log_softmax(case: tuple[Inputs, dict[str, Any]]) 
         torch.testing.assert_close(
             got[name], want.detach(), rtol=1e-11, atol=1e-12, msg=lambda text, of=name: f"{of}: {text}"
         )
-
-
-def test_the_numbers_of_two_tokens() -> None:
-    logits = torch.tensor([[math.log(3.0), 0.0]])
-    got = gk.token_logprobs(logits, torch.tensor([0]), return_entropy=True)
-    assert got.logprobs.item() == pytest.approx(math.log(0.75))
-    assert got.entropy is not None and got.entropy.item() == pytest.approx(2 * math.log(2) - 0.75 * math.log(3))
-    halved = gk.token_logprobs(2 * logits, torch.tensor([0]), temperature=2.0).logprobs
-    torch.testing.assert_close(halved, got.logprobs)
