@@ -8,6 +8,7 @@ is not widened; an array whose alignment is not checked.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from tests.ops.endpoint_segments.cases import (
     calls,
     compare,
     config_of,
+    packed,
     run,
     to,
 )
@@ -122,7 +124,24 @@ def test_ties_are_cut_as_on_the_cpu(size: int) -> None:
                 assert torch.equal(ids, want), (width, rule, proxy, int((ids != want).sum()))
 
 
-# On a GPU, where an error would wait
+# Numbers that are not finite
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", ["rewards", "values", "logprobs", "old_logprobs"])
+def test_a_row_that_is_not_finite_is_named(name: str, is_packed: bool) -> None:
+    """The first one, not the first of its prompt, unless the mask leaves the token out."""
+    for value, critic in itertools.product((NAN, INF, -INF), {True, name == "values"}):
+        batch = batch_of(3, 4, 5, gaps=-1.0, empty=-1.0, critic=critic)
+        batch |= {"groups": torch.zeros(4, dtype=torch.int64), "mask": torch.ones(4, 5, dtype=torch.bool)}
+        batch[name][2:, 3] = value
+        holes = batch | {"mask": batch["mask"].index_fill(1, torch.tensor(3), False)}
+        spoilt, valid = (packed(rows)[0] if is_packed else rows for rows in (batch, holes))
+        rule = "^endpoint_segments: rewards, values and log-probs must be finite where the mask is True.* row 2"
+        with pytest.raises(RuntimeError, match=rule):
+            run(spoilt, config_of(), "cpu")
+        assert run(valid, config_of(), "cpu")["advantages"].isfinite().all()
 
 
 @in_cuda
