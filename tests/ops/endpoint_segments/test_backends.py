@@ -33,7 +33,7 @@ from tests.ops.endpoint_segments.cases import (
     run,
     to,
 )
-from tests.ops.promises import Inputs, Results
+from tests.ops.promises import Inputs, assert_same_bits
 from tests.strategies import laid_out
 
 BACKENDS = runnable_backends(SUPPORTS, F64)
@@ -43,11 +43,6 @@ on_kernels = pytest.mark.parametrize("backend", KERNELS)
 in_cuda = pytest.mark.skipif("cuda" not in KERNELS, reason="needs the CUDA kernels, emulated or not")
 EVERYTHING = config_of(norm="batch", gamma=0.99, lam=0.95, group_variance_threshold=1.5)
 OF_PROMPTS = dataclasses.replace(EVERYTHING, norm="prompt", credit="broadcast")
-
-
-def assert_same_bits(results: Results, expected: Results) -> None:
-    for name, want in expected.items():
-        torch.testing.assert_close(results[name], want, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64, torch.bfloat16], ids=str)

@@ -138,7 +138,10 @@ def described(config: gk.CorrectionConfig) -> Op:
         return Same([{name: value[i : i + 3] for name, value in inputs.items()} for i in (0, 3)], joined)
 
     def ignored(inputs: Inputs) -> dict[str, Tensor]:
-        return dict.fromkeys(("old_logprobs", "sampling_logprobs"), ~inputs["mask"])
+        slots = ~inputs["mask"]
+        if "cu_seqlens" in inputs:
+            slots = slots | (torch.arange(len(slots)) >= inputs["cu_seqlens"][-1])
+        return dict.fromkeys(("old_logprobs", "sampling_logprobs"), slots)
 
     rewrites = {"parts": in_parts} if parted else {}
     supports = {"reference": (torch.float32, torch.float64)}

@@ -1,4 +1,4 @@
-"""The reference of token_advantages against its definition, and what the page says of carried rewards and baselines.
+"""The reference of token_advantages against its definition, and what the page says of optimal baselines.
 
 Faults that this is for: a discount that is applied to each token of a turn, or over a gap; a reward in a gap that is
 lost or goes to a later token; a row with a NaN reward that enters the whitening; a biased variance; for the optimal
@@ -37,18 +37,6 @@ def test_discounted_differences_in_numbers() -> None:
     got = gk.token_advantages(rewards, values, mask=mask, config=config, backend="reference")
     torch.testing.assert_close(got.advantages, torch.tensor([[0.5705, 0.39, 0.2], [-0.39, -0.2, 0.0]]))
     torch.testing.assert_close(got.returns, torch.tensor([[0.9705, 0.99, 1.0], [0.01, 0.0, 0.0]]))
-
-
-def test_a_reward_at_a_token_that_does_not_count_belongs_to_the_token_before() -> None:
-    """The reward of a rejected token, or of a tool's output, is the outcome of what was said before it."""
-    rewards = torch.tensor([[5.0, 1.0, 2.0, 4.0, 0.5, 8.0], [3.0, 0.0, 0.0, 0.0, 1.0, NAN]], dtype=F64)
-    mask = torch.tensor([[0, 1, 0, 0, 1, 0], [1, 1, 1, 0, 0, 0]])
-    moved = torch.tensor([[8.0, 15.5, 0, 0, 8.5, 0], [4.0, 1.0, 1.0, 0.0, 0.0, 0.0]], dtype=F64)
-    moved[0, 0] = 0
-    for carries, want in ((True, moved), (False, torch.tensor([[0, 1.5, 0, 0, 0.5, 0], [3.0, 0, 0, 0, 0, 0]]))):
-        config = gk.TokenAdvantageConfig("reinforce", carry_rewards=carries)
-        got = gk.token_advantages(rewards, mask=mask, config=config, backend="reference")
-        assert torch.equal(got.returns, want.double())
 
 
 # The optimal token baseline
