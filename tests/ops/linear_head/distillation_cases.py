@@ -23,10 +23,20 @@ TEACHERS = ("unused slots", "teacher mask", "teacher weights", "teacher normaliz
 
 
 def draw_teacher(head: Inputs, *features: str, k: int = 4, kind: str = "jsd", tail: str = "bucket") -> Inputs:
-    """A teacher's fields."""
-    shape = head["hidden"].shape[:-1]
+    """A teacher's fields; some tokens may have fewer ids than others, or none."""
+    shape, allowed = head["hidden"].shape[:-1], heads.allowed_by(head)
+    logprobs, places = (2 * noise(*shape, len(allowed))).log_softmax(-1).topk(min(k, len(allowed)), -1)
     inputs: Inputs = {"teacher_kind": kind, "teacher_coef": -0.7} | ({"teacher_beta": 0.3} if kind == "jsd" else {})
-    inputs |= draw_whole(head, *features) if "whole" in features else draw_ids(head, *features, k=k, tail=tail)
+    if "whole" in features:
+        inputs |= draw_whole(head, *features)
+    else:
+        inputs |= {"teacher_ids": allowed[places], "teacher_logprobs": logprobs, "teacher_tail": tail}
+    if "whole" not in features and "sure teacher" in features:  # of one id, all that float32 knows of the rest
+        inputs["teacher_ids"], inputs["teacher_logprobs"] = inputs["teacher_ids"][..., :1], 0 * logprobs[..., :1]
+    if "whole" not in features and "unused slots" in features:
+        is_unused = torch.rand(inputs["teacher_ids"].shape) < 0.4
+        inputs["teacher_ids"] = torch.where(is_unused, -1, inputs["teacher_ids"])
+        inputs["teacher_logprobs"] = torch.where(is_unused, NAN, inputs["teacher_logprobs"])
     if "teacher mask" in features:
         inputs["teacher_mask"] = torch.randint(3, shape)
     if "teacher weights" in features:
@@ -34,20 +44,6 @@ def draw_teacher(head: Inputs, *features: str, k: int = 4, kind: str = "jsd", ta
     if "teacher normalizer" in features:
         inputs["teacher_normalizer"] = 7.0 if "gaps" in features else torch.tensor([7.0], dtype=F64)
     return inputs
-
-
-def draw_ids(head: Inputs, *features: str, k: int, tail: str) -> Inputs:
-    """The most probable ids; some tokens may have fewer than others, or none."""
-    allowed = heads.allowed_by(head)
-    scores = 2 * noise(*head["hidden"].shape[:-1], len(allowed))
-    logprobs, places = scores.log_softmax(-1).topk(min(k, len(allowed)), -1)
-    ids = allowed[places]
-    if "sure teacher" in features:  # of one id, all that float32 knows of the rest
-        ids, logprobs = ids[..., :1], 0 * logprobs[..., :1]
-    if "unused slots" in features:
-        is_unused = torch.rand(ids.shape) < 0.4
-        ids, logprobs = torch.where(is_unused, -1, ids), torch.where(is_unused, NAN, logprobs)
-    return {"teacher_ids": ids, "teacher_logprobs": logprobs, "teacher_tail": tail}
 
 
 def draw_whole(head: Inputs, *features: str) -> Inputs:

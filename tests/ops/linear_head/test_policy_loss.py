@@ -15,11 +15,9 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-import grpo_kernels as gk
 from grpo_kernels import backends
 from tests.harness import assert_within_budget, examples
 from tests.ops.linear_head import distillation_cases as distillation
-from tests.ops.linear_head import heads
 from tests.ops.linear_head import policy_loss_cases as cases
 from tests.ops.linear_head.heads import BF16, EXACT, F32, F64, INF, KERNELS, assert_close
 from tests.ops.linear_head.policy_loss_cases import Problem, problem
@@ -169,19 +167,3 @@ def test_a_wrong_target_is_nan_on_a_gpu(backend: str, features: tuple[str, ...],
     case = problem("grpo", *features, rows=2)
     case.inputs["targets"][0, 1] = target
     assert case.run(backend, F32)["loss"].isnan()
-
-
-@both_memories
-@pytest.mark.parametrize("features", [("return_entropy",), ("by token",)])
-def test_metrics_are_those_of_policy_loss_under_every_name(features: tuple[str, ...], memory: str) -> None:
-    case = problem("dapo", *features)
-    inputs, is_measured = case.inputs, "return_entropy" in features
-    rows = gk.linear_logprobs(inputs["hidden"], inputs["weight"], inputs["targets"], return_entropy=is_measured)
-    others = {n: inputs[n] for n in ("old_logprobs", "advantages", "mask", "ref_logprobs")} | {"config": case.config}
-    expected = gk.policy_loss(rows.logprobs, **others, entropy=rows.entropy).metrics
-    got = gk.linear_policy_loss(**heads.arguments_of(inputs), config=case.config, memory=memory).metrics
-    for one, other in ((got.to_dict(), expected.to_dict()), (got.trl(), expected.trl()), (got.verl(), expected.verl())):
-        assert one.keys() == other.keys()
-        for key, value in other.items():
-            assert one[key] == pytest.approx(value, rel=1e-12, nan_ok=True), key
-    assert (got["entropy_sum"] > 0) == is_measured and got["tokens"] == inputs["mask"].sum()

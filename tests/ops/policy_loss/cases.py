@@ -17,7 +17,7 @@ from grpo_kernels.ops.policy_loss.config import AGGREGATIONS, KLS
 from grpo_kernels.ops.policy_loss.losses import LOSSES
 from grpo_kernels.ops.policy_loss.registration import SUPPORTS
 from tests.harness import assert_within_budget, runnable_backends
-from tests.ops.promises import Inputs, Op, Results, Same, run
+from tests.ops.promises import Inputs, Op, Results, Same, changed, end_to_end, run
 
 F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -128,9 +128,7 @@ def packed(inputs: Inputs, lengths: list[int], extra: int = 3) -> Inputs:
     def joined(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() != 2 or value.shape[1] != shape[1]:
             return value
-        parts = [row[:length] for row, length in zip(value, lengths, strict=True)]
-        filler = torch.full((extra,), NAN if value.is_floating_point() else 1).to(value.dtype)
-        return torch.cat([*parts, filler])
+        return end_to_end(value, lengths, extra)
 
     flat = {name: joined(value) for name, value in inputs.items()}
     if len(flat["logprobs"]) == shape[0]:  # [B] would be those of tokens
@@ -265,10 +263,6 @@ def ignored(inputs: Inputs) -> dict[str, Tensor]:
         for name, value in inputs.items()
         if value.is_floating_point()
     }
-
-
-def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Inputs], Same]:
-    return lambda inputs: Same([inputs | {name: change(inputs[name])}], lambda results: results[0])
 
 
 def in_micro_batches(inputs: Inputs, rows: float) -> Same:

@@ -40,8 +40,8 @@ LARGE = ((3, 1500), (70, 2), (1100, 2))
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @on_kernels
 def test_any_settings(backend: str, dtype: torch.dtype, loss: str, ratio: str) -> None:
-    # in float32 the error of few tokens may be one of luck, in the reference as well
-    sizes = (*cases.SIZES, *LARGE) if dtype == F64 else ((5, 33), (2, 600), LARGE[0])
+    # in float32 the error of few tokens, or of few rows, may be one of luck, in the reference as well
+    sizes = (*cases.SIZES, *LARGE) if dtype == F64 else ((12, 33), (8, 150), (6, 1100))
 
     @settings(max_examples=examples(30))
     @given(cases.cases(loss, ratio, sizes=sizes))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels.ops.token_advantages.registration import SUPPORTS
 from tests.harness import assert_within_budget, runnable_backends
-from tests.ops.promises import Inputs, Op, Results, Same, in_parts, permuted, run
+from tests.ops.promises import Inputs, Op, Results, changed, end_to_end, groups_apart, groups_of_one_size, permuted, run
 
 F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -57,14 +56,8 @@ def with_garbage(inputs: Inputs) -> Inputs:
 def packed(inputs: Inputs, extra: int = 3) -> Inputs:
     """The same rows one after the other, the padding of each cut off, with tokens after the last row."""
     lengths = (inputs["mask"] * torch.arange(1, inputs["mask"].shape[1] + 1)).amax(1).tolist()
-
-    def joined(value: Tensor) -> Tensor:
-        parts = [row[:length] for row, length in zip(value, lengths, strict=True)]
-        return torch.cat([*parts, torch.ones(extra).to(value.dtype)])
-
-    return {name: joined(value) for name, value in inputs.items()} | {
-        "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)])
-    }
+    flat = {name: end_to_end(value, lengths, extra) for name, value in inputs.items()}
+    return flat | {"cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)])}
 
 
 @st.composite
@@ -190,10 +183,6 @@ def draw_packed() -> Inputs:
     return {n: value if n == "cu_seqlens" else torch.cat((value, value.new_ones(room))) for n, value in batch.items()}
 
 
-def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Inputs], Same]:
-    return lambda inputs: Same([inputs | {name: change(inputs[name])}], lambda results: results[0])
-
-
 # The optimal token baseline
 
 
@@ -214,18 +203,10 @@ def call_baseline(inputs: Inputs, backend: str | None, places: str = "position")
     return gk.optimal_token_baseline(**inputs, places=places)._asdict()
 
 
-def prompts_apart(inputs: Inputs) -> Same:
-    return in_parts(inputs, [(inputs["groups"] == name).nonzero()[:, 0] for name in inputs["groups"].unique()])
-
-
-def prompts_of_one_size(inputs: Inputs) -> Same:
-    return in_parts(inputs, [inputs["groups"].sort().indices], groups=3)
-
-
 PROBABILITIES = ("rewards", "old_logprobs", "sum_pi_squared", "is_weights")
 WALK = gk.TokenAdvantageConfig(gamma=0.9, lam=0.8)
 TURNS = gk.TokenAdvantageConfig(gamma=0.9, lam=0.8, whiten="none", carry_rewards=False)
-PROMPTS = {"permuted rows": permuted, "one prompt a call": prompts_apart, "prompts of one size": prompts_of_one_size}
+PROMPTS = {"permuted rows": permuted, "one prompt a call": groups_apart, "prompts of one size": groups_of_one_size}
 OPS = {
     "token_advantages": dataclasses.replace(
         op_of(WALK),
