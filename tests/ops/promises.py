@@ -7,6 +7,7 @@ other code keeps. A folder of several ops has a file of that kind for each, such
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,6 +46,25 @@ def in_parts(inputs: Inputs, parts: list[Tensor], *names: str, **changes: Any) -
         return {name: value.index_copy(0, rows, together[name]) for name, value in whole.items()}
 
     return Same([{name: value[part] for name, value in inputs.items()} | changes for part in parts], joined)
+
+
+def end_to_end(value: Tensor, lengths: list[int], extra: int) -> Tensor:
+    """The first tokens of each row one after the other, with tokens of no row, which hold no number, after the last."""
+    parts = [row[:length] for row, length in zip(value, lengths, strict=True)]
+    return torch.cat([*parts, value.new_full((extra,), math.nan if value.is_floating_point() else 1)])
+
+
+def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Inputs], Same]:
+    return lambda inputs: Same([inputs | {name: change(inputs[name])}], lambda results: results[0])
+
+
+def groups_apart(inputs: Inputs) -> Same:
+    return in_parts(inputs, [(inputs["groups"] == name).nonzero()[:, 0] for name in inputs["groups"].unique()])
+
+
+def groups_of_one_size(inputs: Inputs) -> Same:
+    order, (size,) = inputs["groups"].sort().indices, inputs["groups"].unique(return_counts=True)[1].unique().tolist()
+    return in_parts(inputs, [order], groups=size)
 
 
 def permuted(inputs: Inputs) -> Same:

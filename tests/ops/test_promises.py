@@ -3,9 +3,10 @@
 Faults that this is for: sums whose order changes from call to call (atomics, threads); a masked slot that is read, or
 whose gradient is not 0; a stride that is taken for 1; an input that is overwritten, or a result that shares its memory;
 a row whose neighbours change its result; a denominator or a tail that is wrong once a batch is packed, permuted, padded
-or split into micro-batches; a wrong tensor that is taken; a gradient that is lost without a word; a batch without rows
-or tokens; a torch op whose schema, fake or aliasing is wrong; a saved tensor that the backward reads twice; a graph
-break.
+or split into micro-batches; a wrong tensor that is taken; a dtype that a kernel lacks, or a half that is rounded twice;
+a gradient that is lost without a word, not scaled, handed out twice, or another one where other inputs are frozen; a
+batch without rows or tokens; a torch op whose schema, fake or aliasing is wrong; a saved tensor that the backward reads
+twice; a graph break.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from torch.utils.checkpoint import checkpoint
 
 import grpo_kernels as gk
 from grpo_kernels import registry
-from tests.harness import INDUCTOR, assert_within_budget, cpu_threads, runnable_backends
+from tests.harness import INDUCTOR, assert_within_budget, cpu_threads, device_of, runnable_backends
 from tests.ops.all_cases import OPS
-from tests.ops.promises import Inputs, Op, Results, assert_same_bits, run
+from tests.ops.promises import Inputs, Op, Results, assert_same_bits, placed, run
 from tests.strategies import laid_out
 
 pytestmark = pytest.mark.pairs  # else few of the cases of Triton would run
@@ -226,8 +227,11 @@ def test_an_input_that_requires_a_gradient_is_refused_or_has_none(name: str) -> 
     op, inputs = drawn(name)
     for key, value in inputs.items():
         if isinstance(value, Tensor) and value.is_floating_point():
+            leaf = {key: value.clone().requires_grad_()}
+            with torch.no_grad():
+                assert not any(result.requires_grad for result in op.call(inputs | leaf, None).values()), key
             try:
-                results = op.call(inputs | {key: value.clone().requires_grad_()}, None)
+                results = op.call(inputs | leaf, None)
             except ValueError as error:
                 assert re.match(rf"\w+: {key} must not require grad.*{key}.detach\(\)", str(error)), error
             else:
@@ -235,8 +239,11 @@ def test_an_input_that_requires_a_gradient_is_refused_or_has_none(name: str) -> 
 
 
 def without_rows(inputs: Inputs) -> Inputs:
+    rows = len(inputs["cu_seqlens"]) - 1 if "cu_seqlens" in inputs else -1
+    count = len(next(iter(inputs.values())))  # of rows, or of tokens in packed ones
+
     def cut(key: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0:
+        if not isinstance(value, Tensor) or value.dim() == 0 or len(value) not in (count, rows, rows + 1):
             return value
         return value.new_zeros(1) if key == "cu_seqlens" else value[:0]
 
@@ -247,10 +254,15 @@ def without_tokens(inputs: Inputs) -> Inputs:
     """Rows of a padded batch [B, T] with T = 0; of a packed one, with tokens after the last row."""
     if "cu_seqlens" in inputs:
         return inputs | {"cu_seqlens": torch.zeros_like(inputs["cu_seqlens"])}
-    return {key: value[:, :0] if getattr(value, "ndim", 0) == 2 else value for key, value in inputs.items()}
+    shape = next(iter(inputs.values())).shape[:2]
+    return {key: value[:, :0] if getattr(value, "shape", ())[:2] == shape else value for key, value in inputs.items()}
 
 
-@pytest.mark.parametrize(("name", "backend"), [(name, backend) for name, backend in EACH if name in WITHOUT_GRADIENT])
+# others have several numbers of rows, or need one
+EMPTY = [(name, backend) for name, backend in EACH if not re.search("shared|support|at positions|silhouette", name)]
+
+
+@pytest.mark.parametrize(("name", "backend"), EMPTY)
 def test_no_rows_and_no_tokens(name: str, backend: str) -> None:
     op, inputs = drawn(name)
     whole = run(op, inputs, "reference", op.working)
@@ -258,8 +270,27 @@ def test_no_rows_and_no_tokens(name: str, backend: str) -> None:
     for empty in [without_rows, without_tokens][: 1 + is_of_tokens]:
         results = run(op, empty(inputs), backend, op.working)
         assert_same_bits(results, run(op, empty(inputs), "reference", op.working))
+        assert results.get("loss", 0) == 0
         for key, value in results.items():
             assert value.dtype == whole[key].dtype and value.dim() == whole[key].dim(), key
+
+
+OF_FLOAT32 = ("policy_loss", "token_advantages", "sampling_correction", "group_advantages", "endpoint_segments")
+NARROW = [(name, backend) for name, backend in EACH if name.startswith(OF_FLOAT32) and "shared" not in name]
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "backend"), NARROW)
+def test_halves_are_computed_in_float32(name: str, backend: str, half: torch.dtype) -> None:
+    """By ops whose kernels take none: results are those of float32, and gradients are rounded once."""
+    op, inputs = drawn(name)
+    numbers = {key: value for key, value in inputs.items() if getattr(value, "dtype", None) == torch.float64}
+    rounded = inputs | {key: value.to(half).double() for key, value in numbers.items()}
+    got, want = (run(op, rounded, backend, dtype) for dtype in (half, torch.float32))
+    for key, value in want.items():
+        if key.startswith("d_"):
+            want[key] = value.to(half)
+    assert_same_bits(got, want)
 
 
 REWRITTEN = [(name, backend, rewrite) for name, backend in EACH for rewrite in OPS[name].rewrites]
@@ -275,6 +306,72 @@ def test_a_batch_written_in_another_way_has_the_same_results(name: str, backend:
         expected = run(op, inputs, backend, op.working)
         assert_same_bits(results, {key: expected[key] for key in results})
     assert_within_budgets(op, results, inputs)
+
+
+# Gradients
+
+WITH_GRADIENT = [(name, backend) for name, backend in EACH if OPS[name].leaves]
+# On a kernel, a second backward of the losses that compute their gradient with them is an error.
+ONCE = ("linear_policy_loss", "linear_distillation_loss")
+AGAIN = ("in low memory", "over a support")  # what is computed again, or by several ops
+
+
+@pytest.mark.parametrize(("name", "backend"), WITH_GRADIENT)
+def test_a_gradient_is_scaled_and_handed_out_once_or_as_often_as_asked(name: str, backend: str) -> None:
+    """Powers of two scale every term without a rounding."""
+    op, inputs = drawn(name)
+    expected = run(op, inputs, backend, op.working)
+    given = placed(op, inputs, op.working, lambda value: value.to(device_of(backend)))
+    loss = op.call(given, backend)["loss"]
+    (-2 * loss).backward(retain_graph=True)
+    factor = -2.0
+    if backend != "reference" and name.startswith(ONCE) and not name.endswith(AGAIN):
+        with pytest.raises(RuntimeError, match=rf"^{name.partition(' ')[0]}: backward must run once.*, got a second"):
+            loss.backward()
+    else:
+        loss.backward()
+        factor = -1.0
+    got = {leaf: given[leaf].grad.cpu() for leaf in op.leaves}
+    assert_same_bits(got, {leaf: factor * expected[f"d_{leaf}"] for leaf in op.leaves})
+
+
+@pytest.mark.parametrize(("name", "backend"), [case for case in WITH_GRADIENT if case in KERNELS])
+def test_second_derivatives_are_refused(name: str, backend: str) -> None:
+    op, inputs = drawn(name)
+    given = placed(op, inputs, op.working, lambda value: value.to(device_of(backend)))
+    leaf = given[op.leaves[0]]
+    (gradient,) = torch.autograd.grad(op.call(given, backend)["loss"], leaf, create_graph=True)
+    rule = rf"^{name.partition(' ')[0]}: a second derivative is not implemented"
+    if name.startswith(("linear", "LMHead")):  # of several ops, or computed with the loss
+        rule = "a second derivative is not implemented|does not require grad"
+    with pytest.raises(RuntimeError, match=rule):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize(("name", "backend"), WITH_GRADIENT)
+def test_a_frozen_input_changes_no_other_gradient(name: str, backend: str) -> None:
+    op, inputs = drawn(name)
+    for leaves in ((), *((leaf,) for leaf in op.leaves if len(op.leaves) > 1)):
+        fewer = dataclasses.replace(op, leaves=leaves)
+        assert_within_budgets(fewer, run(fewer, inputs, backend, op.working), inputs)
+    with torch.no_grad():
+        results = op.call(placed(op, inputs, op.working, lambda value: value.to(device_of(backend))), backend)
+    assert not any(value.requires_grad for value in results.values())
+
+
+TAKES_FLOAT64 = [name for name, op in OPS.items() if any(torch.float64 in dtypes for dtypes in op.supports.values())]
+LACKING = [
+    (name, backend)
+    for name, backend in KERNELS
+    if name in TAKES_FLOAT64 and torch.float64 not in OPS[name].supports[backend]
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), LACKING)
+def test_a_dtype_that_a_kernel_lacks_is_refused(name: str, backend: str) -> None:
+    op, inputs = drawn(name)
+    with pytest.raises(RuntimeError, match=rf"^\w+: backend '{backend}' cannot run here.*float64"):
+        run(op, inputs, backend, torch.float64)
 
 
 # torch

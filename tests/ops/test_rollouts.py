@@ -100,28 +100,6 @@ def assert_folds(inputs: Inputs, seed: int, config: gk.AdvantageConfig, backend:
 MODEST = ("normal", "binary", "grid", "equal")
 
 
-def plain(columns: int, **more: Tensor) -> Inputs:
-    torch.manual_seed(0)
-    rewards = torch.randn(12, columns, dtype=F64)
-    return {"rewards": rewards if columns > 1 else rewards[:, 0], "groups": torch.arange(12) // 4} | more
-
-
-# Rollouts of neighbouring rows: nothing but rewards, and each of what a row can have besides.
-NEIGHBOURS = (
-    (plain(1), "grpo"),
-    (plain(2), "grpo"),
-    (plain(1, lengths=torch.ones(12)), "verl-gdpo"),
-    (plain(1, valid=torch.arange(12) % 3 > 0), "rloo"),
-    (plain(1, baselines=torch.randn(12, dtype=F64)), "remax"),
-)
-
-
-@pytest.mark.parametrize("backend", FAST)
-def test_neighbours_are_one_rollout(backend: str) -> None:
-    for inputs, name in NEIGHBOURS:
-        assert_folds(inputs, 0, PRESETS[name], backend)
-
-
 @pytest.mark.parametrize("backend", FAST)
 @given(batches(16, MODEST), SEEDS, configs() | st.sampled_from(list(PRESETS.values())))
 def test_a_rollout_of_several_rows_counts_once(
@@ -171,25 +149,11 @@ def assert_must_agree(backend: str, name: str, order: list[int]) -> None:
     with pytest.raises(RuntimeError, match=rule):
         gk.group_advantages(**given | {name: wrong}, backend=backend)
     masked = given | {name: wrong, "valid": torch.tensor([True, True, False, True])[order]}
-    if name != "groups":  # a masked row says nothing, but has its place
+    if name != "groups":
         gk.group_advantages(**masked, backend=backend)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_neighbours_of_any_number_share_a_result_and_must_agree(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    rewards, groups, sizes = torch.randn(24, dtype=dtype), torch.arange(24) // 8, torch.randint(1, 20, (24,))
-    of_row = torch.arange(24).repeat_interleave(sizes)
-    given = {"rewards": rewards[of_row], "groups": groups[of_row], "rollouts": of_row}
-    want = gk.group_advantages(rewards, groups)
-    for ours, of_rollouts in zip(gk.group_advantages(**given), want, strict=True):
-        assert torch.equal(ours, of_rollouts[of_row])
-    for row in (sizes[of_row] > 1).nonzero()[:, 0]:
-        for name in ("rewards", "groups"):
-            wrong = given[name].clone()
-            wrong[row] += 1
-            with pytest.raises(RuntimeError, match=f"^group_advantages: {name} must be equal in all rows of a rollout"):
-                gk.group_advantages(**given | {name: wrong})
+        return
+    with pytest.raises(RuntimeError, match=rule):  # a masked row says nothing, but has its place
+        gk.group_advantages(**masked, backend=backend)
 
 
 def test_consecutive_rows_as_groups() -> None:
@@ -198,20 +162,9 @@ def test_consecutive_rows_as_groups() -> None:
         result = gk.group_advantages(rewards, 4, rollouts=rollouts, config="dr_grpo", backend=backend)
         torch.testing.assert_close(result.advantages, torch.tensor([0.5, 0.5, 0.5, -0.5, 0, 0, 0, 0]))
         assert result.size.tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("rollouts", "more"),
-    [([7, 8, 7, 9], {}), ([7, 8, 7, 9], {"valid": torch.tensor([False, True, True, True])}), ([7, 8, 8, 9], {})],
-    ids=["first", "second", "neighbours"],
-)
-@pytest.mark.parametrize("backend", FAST)
-def test_a_rollout_is_of_one_group_of_consecutive_rows(backend: str, rollouts: list[int], more: Inputs) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("a GPU asserts, which ends its context")
-    given = {"rollouts": torch.tensor(rollouts)} | more
-    with pytest.raises(RuntimeError, match=r"^group_advantages: groups must be equal in all rows of a rollout, got"):
-        gk.group_advantages(torch.tensor([1.0, 1, 1, 1]), 2, **given, backend=backend)
+        if not torch.cuda.is_available():
+            with pytest.raises(RuntimeError, match=r"^group_advantages: groups must be equal in all rows of a rollout"):
+                gk.group_advantages(torch.ones(8), 4, rollouts=rollouts.roll(1), backend=backend)
 
 
 def drawn(batch: Rows, seed: int) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ is not widened; an array whose alignment is not checked.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -28,10 +29,11 @@ from tests.ops.endpoint_segments.cases import (
     calls,
     compare,
     config_of,
+    packed,
     run,
     to,
 )
-from tests.ops.promises import Inputs, Results
+from tests.ops.promises import Inputs, assert_same_bits
 from tests.strategies import laid_out
 
 BACKENDS = runnable_backends(SUPPORTS, F64)
@@ -41,11 +43,6 @@ on_kernels = pytest.mark.parametrize("backend", KERNELS)
 in_cuda = pytest.mark.skipif("cuda" not in KERNELS, reason="needs the CUDA kernels, emulated or not")
 EVERYTHING = config_of(norm="batch", gamma=0.99, lam=0.95, group_variance_threshold=1.5)
 OF_PROMPTS = dataclasses.replace(EVERYTHING, norm="prompt", credit="broadcast")
-
-
-def assert_same_bits(results: Results, expected: Results) -> None:
-    for name, want in expected.items():
-        torch.testing.assert_close(results[name], want, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64, torch.bfloat16], ids=str)
@@ -122,7 +119,24 @@ def test_ties_are_cut_as_on_the_cpu(size: int) -> None:
                 assert torch.equal(ids, want), (width, rule, proxy, int((ids != want).sum()))
 
 
-# On a GPU, where an error would wait
+# Numbers that are not finite
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", ["rewards", "values", "logprobs", "old_logprobs"])
+def test_a_row_that_is_not_finite_is_named(name: str, is_packed: bool) -> None:
+    """The first one, not the first of its prompt, unless the mask leaves the token out."""
+    for value, critic in itertools.product((NAN, INF, -INF), {True, name == "values"}):
+        batch = batch_of(3, 4, 5, gaps=-1.0, empty=-1.0, critic=critic)
+        batch |= {"groups": torch.zeros(4, dtype=torch.int64), "mask": torch.ones(4, 5, dtype=torch.bool)}
+        batch[name][2:, 3] = value
+        holes = batch | {"mask": batch["mask"].index_fill(1, torch.tensor(3), False)}
+        spoilt, valid = (packed(rows)[0] if is_packed else rows for rows in (batch, holes))
+        rule = "^endpoint_segments: rewards, values and log-probs must be finite where the mask is True.* row 2"
+        with pytest.raises(RuntimeError, match=rule):
+            run(spoilt, config_of(), "cpu")
+        assert run(valid, config_of(), "cpu")["advantages"].isfinite().all()
 
 
 @in_cuda

@@ -7,6 +7,7 @@ differently on every rank.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -169,6 +170,17 @@ def test_adaptation_brings_the_share_of_endpoints_into_the_band(rule: str, start
         threshold.update(result)
     outside = [share for share in shares if not 0.05 <= share <= 0.20]
     assert len(outside) < 30 and shares[: len(outside)] == outside
+
+
+def test_a_fixed_threshold_has_no_bounds() -> None:
+    fixed = gk.SegmentConfig(adaptive_threshold=False, min_threshold=0.5, max_threshold=0.6, norm="none")
+    batch = batch_of(0, 2, 5)
+    for tau in (1e-3, 50.0):
+        result = gk.EndpointSegments(**call(batch, fixed, None, threshold=tau))
+        assert result.threshold == tau
+        threshold = gk.SegmentThreshold(dataclasses.replace(fixed, group_variance_threshold=tau))
+        threshold.load_state_dict({"value": tau})
+        assert threshold.update(result) == tau
 
 
 def test_ranks_agree_on_what_their_joined_batch_gives() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels.ops.group_advantages.registration import SUPPORTS
 from tests.harness import assert_within_budget, runnable_backends
-from tests.ops.promises import Inputs, Op, Results, Same, in_parts, permuted, run
+from tests.ops.promises import Inputs, Op, Results, Same, groups_apart, groups_of_one_size, in_parts, permuted, run
 from tests.strategies import ids
 
 F32, F64 = torch.float32, torch.float64
@@ -189,14 +189,6 @@ def ignored(inputs: Inputs) -> dict[str, Tensor]:
     return {name: is_out for name in ("rewards", "lengths") if name in inputs}
 
 
-def one_group_a_call(inputs: Inputs) -> Same:
-    return in_parts(inputs, [(inputs["groups"] == name).nonzero()[:, 0] for name in inputs["groups"].unique()])
-
-
-def of_one_size(inputs: Inputs) -> Same:
-    return in_parts(inputs, [inputs["groups"].sort().indices], groups=5)
-
-
 def narrow(inputs: Inputs) -> Same:
     small = {name: value.to(torch.int8) for name, value in inputs.items() if name in ("groups", "subgroups")}
     return Same([inputs | small], lambda results: results[0])
@@ -213,8 +205,8 @@ def pairs_as_groups(inputs: Inputs) -> Same:
 
 
 PARTS = {"singleton": "parent", "shrinkage": 2.0, "combine": "normalize_then_sum", "reward_weights": (1.0, -0.5)}
-APART = {"permuted rows": permuted, "one group a call": one_group_a_call}
-IDS = {"permuted rows": permuted, "narrow ids": narrow, "groups of one size": of_one_size}
+APART = {"permuted rows": permuted, "one group a call": groups_apart}
+IDS = {"permuted rows": permuted, "narrow ids": narrow, "groups of one size": groups_of_one_size}
 SCORED = {"scored rows alone": scored_rows_alone}
 OPS = {
     "group_advantages": Op(draw_column, call, SUPPORTS, rewrites=IDS | APART),

@@ -165,6 +165,19 @@ def test_an_infinite_reward_shows_in_its_group_alone(name: str) -> None:
     assert not result[1].isfinite() and torch.equal(result[3:], others)
 
 
+@pytest.mark.parametrize("wrong", [-1.0, NAN, INF])
+@pytest.mark.parametrize("backend", [name for name in cases.BACKENDS if name in ("cpu", "reference")])
+def test_lengths_that_are_none(backend: str, wrong: float) -> None:
+    """Only rows that take part are checked; a GPU is not waited for."""
+    given = {"rewards": torch.randn(6), "groups": 3, "lengths": torch.tensor([4.0, 2.0, wrong, 1.0, 1.0, 1.0])}
+    rule = f"^group_advantages: lengths must be finite and not negative, got {wrong:g} in row 2"
+    with pytest.raises(RuntimeError, match=rule):
+        call(given, backend, "opo")
+    for left_out in ({"valid": torch.arange(6) != 2}, {"subgroups": -(torch.arange(6) == 2).long()}):
+        advantages = call(given | left_out, backend, "opo")["advantages"]
+        assert advantages.isfinite().all() and advantages[2] == 0
+
+
 # values whose rounded mean is another number
 @pytest.mark.parametrize("reward", [0.1, 0.35, 0.7, 1000.1])
 @pytest.mark.parametrize("size", [1, 3, 7, 8])

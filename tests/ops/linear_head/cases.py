@@ -14,7 +14,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from tests.harness import assert_within_budget
 from tests.ops.linear_head import heads
-from tests.ops.linear_head.heads import F64, IGNORED, OF_SUPPORT, SUPPORTS, leaves_of, with_changes
+from tests.ops.linear_head.heads import F64, IGNORED, OF_SUPPORT, SUPPORTS, leaves_of
 from tests.ops.promises import Inputs, Op, Results, Same, run
 
 NAMES = ("logprobs", "entropy")
@@ -154,33 +154,7 @@ def assert_as_reference(inputs: Inputs, backend: str, dtype: torch.dtype, *froze
 
 def of_a_mask(inputs: Inputs) -> Same:
     banned = torch.zeros(len(inputs["weight"]), dtype=torch.bool).index_fill(0, inputs["banned"], True)
-    return with_changes(is_exact=True, banned=banned)(inputs)
-
-
-def merged(inputs: Inputs) -> Same:
-    """The adapter added to the weight."""
-    weight = inputs["weight"] + heads.LORA_SCALE * inputs["lora_b"] @ inputs["lora_a"]
-
-    def without_adapter(results: list[Results]) -> Results:
-        return {name: value for name, value in results[0].items() if "lora" not in name}
-
-    still = {name: 0 * inputs[name] for name in ("lora_a", "lora_b")}
-    return Same([inputs | {"weight": weight} | still], without_adapter)
-
-
-def other_order(inputs: Inputs) -> Same:
-    """The ids of each token in ascending order."""
-    return with_changes(support=heads.support_of([ids.sort().values for ids in heads.kept_by(inputs)]))(inputs)
-
-
-def mask_of(inputs: Inputs) -> Same:
-    positions, shape = inputs["positions"], inputs["targets"].shape
-    mask = torch.zeros(20, dtype=torch.bool).index_fill(0, positions, True).view(shape)
-
-    def at_positions(results: list[Results]) -> Results:
-        return {name: v.flatten()[positions] if v.shape == shape else v for name, v in results[0].items()}
-
-    return Same([inputs | {"positions": mask}], at_positions)
+    return Same([inputs | {"banned": banned}], lambda results: results[0], is_exact=True)
 
 
 def unread(inputs: Inputs) -> dict[str, Tensor]:
@@ -214,16 +188,13 @@ def described(rewrites: dict[str, Callable[[Inputs], Same]], *features: str, **o
     return dataclasses.replace(op, draw=draw_again, ignored=unread, **changes)
 
 
-TOKENS = {"permuted tokens": heads.permuted, "micro-batches": heads.in_micro_batches}
-CHUNKS = TOKENS | {"chunks": with_changes(chunk_size=3)}
-OPTIONS = CHUNKS | {"banned ids as a mask": of_a_mask, "a merged adapter": merged}
+TOKENS = {"micro-batches": heads.in_micro_batches}
+OPTIONS = TOKENS | {"banned ids as a mask": of_a_mask}
 EVERYTHING = ("bias", "lora", "scaled", "banned")
 AT = torch.tensor([17, 3, 4, 11, 0, 6, 19])
 OPS = {
-    "linear_logprobs": described(CHUNKS),
+    "linear_logprobs": described(TOKENS),
     "LMHead with all options": described(OPTIONS, *EVERYTHING, chunk_size=8),
-    "linear_logprobs at positions": described({"a mask": mask_of}, "bias", positions=AT),
-    "linear_logprobs over a support": described(
-        TOKENS | {"another order of ids": other_order}, "bias", "scaled", "support", columns=101
-    ),
+    "linear_logprobs at positions": described({}, "bias", positions=AT),
+    "linear_logprobs over a support": described(TOKENS, "bias", "scaled", "support", columns=101),
 }

@@ -1,4 +1,7 @@
-"""Batches of linear_distillation_loss, and its definition: whole logits, and a loop over the tokens."""
+"""Batches of linear_distillation_loss, and its definition: whole logits, and a loop over the tokens.
+
+A teacher has a few ids of each token, or with the feature "whole" hidden states and a head.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,14 @@ def draw_teacher(head: Inputs, *features: str, k: int = 4, kind: str = "jsd", ta
     """A teacher's fields; some tokens may have fewer ids than others, or none."""
     shape, allowed = head["hidden"].shape[:-1], heads.allowed_by(head)
     logprobs, places = (2 * noise(*shape, len(allowed))).log_softmax(-1).topk(min(k, len(allowed)), -1)
-    inputs: Inputs = {"teacher_ids": allowed[places], "teacher_logprobs": logprobs, "teacher_coef": -0.7}
-    inputs |= {"teacher_kind": kind, "teacher_tail": tail}
-    if kind == "jsd":
-        inputs["teacher_beta"] = 0.3
-    if "sure teacher" in features:  # of one id, all that float32 knows of the rest
+    inputs: Inputs = {"teacher_kind": kind, "teacher_coef": -0.7} | ({"teacher_beta": 0.3} if kind == "jsd" else {})
+    if "whole" in features:
+        inputs |= draw_whole(head, *features)
+    else:
+        inputs |= {"teacher_ids": allowed[places], "teacher_logprobs": logprobs, "teacher_tail": tail}
+    if "whole" not in features and "sure teacher" in features:  # of one id, all that float32 knows of the rest
         inputs["teacher_ids"], inputs["teacher_logprobs"] = inputs["teacher_ids"][..., :1], 0 * logprobs[..., :1]
-    if "unused slots" in features:
+    if "whole" not in features and "unused slots" in features:
         is_unused = torch.rand(inputs["teacher_ids"].shape) < 0.4
         inputs["teacher_ids"] = torch.where(is_unused, -1, inputs["teacher_ids"])
         inputs["teacher_logprobs"] = torch.where(is_unused, NAN, inputs["teacher_logprobs"])
@@ -39,6 +43,20 @@ def draw_teacher(head: Inputs, *features: str, k: int = 4, kind: str = "jsd", ta
         inputs["teacher_weights"] = noise(*shape)
     if "teacher normalizer" in features:
         inputs["teacher_normalizer"] = 7.0 if "gaps" in features else torch.tensor([7.0], dtype=F64)
+    return inputs
+
+
+def draw_whole(head: Inputs, *features: str) -> Inputs:
+    """Hidden states of another width, and a head with a bias and the features of the student's."""
+    width, columns = 3, len(head["weight"])
+    inputs: Inputs = {"teacher_hidden": noise(*head["hidden"].shape[:-1], width)}
+    inputs |= {"teacher_weight": noise(columns, width), "teacher_bias": noise(columns)}
+    if "lora" in features:
+        inputs |= {"teacher_lora_a": noise(2, width), "teacher_lora_b": noise(columns, 2)}
+    if "scaled" in features:
+        inputs |= {"teacher_softcap": 20.0, "teacher_logit_scale": 0.75}
+    if "banned" in features:
+        inputs["teacher_banned"] = torch.cat([head["banned"][:1], heads.allowed_by(head)[:1]])
     return inputs
 
 
@@ -57,7 +75,7 @@ def with_garbage(inputs: Inputs) -> Inputs:
     """Tokens that do not count hold no numbers, and ids that there are not."""
     is_out = ~counted(inputs, inputs["hidden"].shape[:-1])
     filled = dict(inputs)
-    for name in ("hidden", "teacher_logprobs", "teacher_weights", "temperature", "teacher_ids"):
+    for name in ("hidden", "teacher_hidden", "teacher_logprobs", "teacher_weights", "temperature", "teacher_ids"):
         if isinstance(value := inputs.get(name), Tensor):
             junk = NAN if value.is_floating_point() else 10**6
             filled[name] = torch.where(is_out.view(is_out.shape + (1,) * (value.dim() - is_out.dim())), junk, value)
@@ -69,7 +87,7 @@ def problems(draw_: st.DrawFn) -> Inputs:
     torch.manual_seed(draw_(st.integers(0, 1000)))
     shape = draw_(st.sampled_from(((11,), (3, 4), (1,), (0,), (2, 1, 3))))
     columns = draw_(st.sampled_from((5, 31, 40)))
-    features = draw_(st.sets(st.sampled_from((*HEADS, *TEACHERS, "gaps"))))
+    features = draw_(st.sets(st.sampled_from((*HEADS, *TEACHERS, "gaps", "whole"))))
     k = draw_(st.sampled_from((1, 4, columns)))
     kind, tail = draw_(st.sampled_from(KINDS)), draw_(st.sampled_from(TAILS))
     inputs = draw(*features, shape=shape, columns=columns, k=k, kind=kind, tail=tail)
@@ -90,10 +108,11 @@ def divergence_of_token(log_q: Tensor, ids: list[int], log_p: list[float], input
     others = [i for i in range(len(log_q)) if i not in chosen and log_q[i] > -INF]
     student, teacher = [log_q[i] for i in chosen], [value for _, value in used]
     mass = log_q[chosen].exp().sum()
-    if inputs["teacher_tail"] == "renormalise" and student:
+    tail = inputs.get("teacher_tail")
+    if tail == "renormalise" and student:
         student = [value - torch.stack(student).logsumexp(0) for value in student]
         teacher = [value - math.log(sum(map(math.exp, teacher))) for value in teacher]
-    if inputs["teacher_tail"] == "bucket" and others:
+    if tail == "bucket" and others:
         student.append(log_q[others].logsumexp(0))
         teacher.append(math.log(max(1 - sum(map(math.exp, teacher)), 2.0**-24)))
     if not student:
@@ -115,8 +134,16 @@ def divergences(inputs: Inputs, counts: Tensor) -> Results:
         shares = shares / inputs["teacher_normalizer"]
     elif "teacher_weights" not in inputs:
         shares = shares / counts.sum().clamp(min=1)
-    log_q = heads.distribution({name: value for name, value in inputs.items() if name != "support"}, counts)
-    ids, log_p = (inputs[f"teacher_{name}"].flatten(0, -2).tolist() for name in ("ids", "logprobs"))
+    own = {name: value for name, value in inputs.items() if name != "support"}
+    if "teacher_hidden" in inputs:  # all ids that neither head bans
+        if "banned" in own:
+            own |= dict.fromkeys(("banned", "teacher_banned"), torch.cat([own["banned"], own["teacher_banned"]]))
+        log_p = heads.distribution(own, counts, "teacher_").detach().tolist()
+        ids = [heads.allowed_by(own).tolist()] * len(log_p)
+        log_p = [[of_token[i] for i in kept] for of_token, kept in zip(log_p, ids, strict=True)]
+    else:
+        ids, log_p = (inputs[f"teacher_{name}"].flatten(0, -2).tolist() for name in ("ids", "logprobs"))
+    log_q = heads.distribution(own, counts)
     pairs = [(log_q.new_zeros(()), log_q.new_zeros(()))] * counts.numel()
     for token in counts.reshape(-1).nonzero()[:, 0].tolist():
         pairs[token] = divergence_of_token(log_q[token], ids[token], log_p[token], inputs)
@@ -140,7 +167,8 @@ def by_definition(inputs: Inputs) -> Results:
 
 def teacher_of(inputs: Inputs) -> gk.Teacher | None:
     fields = {name.removeprefix("teacher_"): value for name, value in inputs.items() if name.startswith("teacher_")}
-    return gk.Teacher(**fields) if fields else None
+    fields = {name: value for name, value in fields.items() if name not in heads.FIELDS}
+    return gk.Teacher(**fields, head=heads.head_of(inputs, "teacher_")) if fields else None
 
 
 def call(inputs: Inputs, backend: str | None) -> Results:
@@ -166,19 +194,20 @@ def in_micro_batches(inputs: Inputs) -> Same:
     return heads.in_micro_batches(inputs, of_rows=True, teacher_normalizer=float(inputs["mask"].sum()))
 
 
-OPS = {
-    "linear_distillation_loss": Op(
-        lambda: draw("bias", "lora", "temperatures", "gaps", "banned"),
+def described(teacher: tuple[str, ...], *features: str) -> Op:
+    return Op(
+        lambda: draw("bias", "lora", "temperatures", "gaps", *features),
         call,
         SUPPORTS,
         heads.LEAVES,
-        ignored=lambda inputs: dict.fromkeys(("hidden", "teacher_ids", "teacher_logprobs"), ~inputs["mask"]),
-        rewrites={
-            "another order": heads.permuted,
-            "chunks": heads.with_changes(chunk_size=3),
-            "micro-batches": in_micro_batches,
-        },
+        ignored=lambda inputs: dict.fromkeys(("hidden", *teacher), ~inputs["mask"]),
+        rewrites={"micro-batches": in_micro_batches},
         adds_in_any_order=True,
         multiplies=True,
-    ),
+    )
+
+
+OPS = {
+    "linear_distillation_loss": described(("teacher_ids", "teacher_logprobs"), "banned"),
+    "linear_distillation_loss from hidden states": described(("teacher_hidden",), "whole"),
 }

@@ -6,7 +6,6 @@ What linear_logprobs, linear_distillation_loss and linear_policy_loss add is in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ HEADS = ("bias", "lora", "scaled", "temperatures", "banned")
 # Inputs with a slot for each token, or each term of the loss; they are the same without term_index.
 OF_TOKENS = (
     *("hidden", "targets", "temperature", "by_logprobs", "by_entropy", "ref_hidden"),
-    *("teacher_ids", "teacher_logprobs", "teacher_mask", "teacher_weights"),
+    *("teacher_ids", "teacher_logprobs", "teacher_mask", "teacher_weights", "teacher_hidden"),
 )
 OF_TERMS = ("old_logprobs", "advantages", "mask", "policy_mask", "segments", "ref_logprobs", "is_weights", "weights")
 OF_TOKEN = ("logprobs", "entropy", "d_hidden", "divergence", "mass")  # results
@@ -190,11 +189,6 @@ def leaves_of(inputs: Inputs, *frozen: str) -> tuple[str, ...]:
 # Batches that are written in another way, for test_promises.py
 
 
-def with_changes(is_exact: bool = False, **changes: Any) -> Callable[[Inputs], Same]:
-    """Other arguments of which nothing may depend."""
-    return lambda inputs: Same([inputs | changes], lambda results: results[0], is_exact)
-
-
 def in_calls(inputs: Inputs, parts: list[Tensor], of_rows: bool = False, **others: Any) -> Same:
     """A call for each of these parts of the flattened tokens, or of the rows.
 
@@ -226,10 +220,6 @@ def in_calls(inputs: Inputs, parts: list[Tensor], of_rows: bool = False, **other
         }
 
     return Same([part(at) for at in parts], joined)
-
-
-def permuted(inputs: Inputs, of_rows: bool = False) -> Same:
-    return in_calls(inputs, [torch.randperm(inputs["hidden"].shape[:-1][: 1 if of_rows else None].numel())], of_rows)
 
 
 def in_micro_batches(inputs: Inputs, of_rows: bool = False, **others: Any) -> Same:

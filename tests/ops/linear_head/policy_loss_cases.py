@@ -21,12 +21,10 @@ from tests.ops.linear_head.heads import (
     HEADS,
     NAN,
     OF_TERMS,
-    OF_TOKEN,
     OF_TOKENS,
     SUPPORTS,
     leaves_of,
     noise,
-    with_changes,
 )
 from tests.ops.promises import Inputs, Op, Results, Same, evaluated, placed, run
 
@@ -227,16 +225,16 @@ def with_garbage(case: Problem) -> Problem:
 
 
 @st.composite
-def problems(draw: st.DrawFn, features: tuple[str, ...] = FEATURES, max_rows: int = 4) -> Problem:
+def problems(draw: st.DrawFn, name: str) -> Problem:
     torch.manual_seed(draw(st.integers(0, 1000)))
     options = {
         "memory": draw(st.sampled_from(("fast", "fast", "low"))),
         "compact": draw(st.sampled_from((None, False))),
     }
     options["chunk_size"] = draw(st.sampled_from((None, 1, 3, 8, 100)))
-    rows, width = draw(st.integers(1, max_rows)), draw(st.integers(1, 7))
-    wanted = draw(st.sets(st.sampled_from(features), max_size=10))
-    name, columns = draw(st.sampled_from(tuple(CONFIGS))), draw(st.sampled_from((5, 31, 67)))
+    rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    wanted = draw(st.sets(st.sampled_from(FEATURES), max_size=10))
+    columns = draw(st.sampled_from((5, 31, 67)))
     return with_garbage(problem(name, *wanted, rows=rows, width=width, columns=columns, **options))
 
 
@@ -302,20 +300,6 @@ def inherited_errors(case: Problem, backend: str) -> dict[str, float]:
 # For test_promises.py
 
 
-def in_one_row(inputs: Inputs) -> Same:
-    """The rows packed; what tokens have is moved back to where they were."""
-    mask = inputs["mask"]
-    inside = mask.flip(1).cummax(1).values.flip(1)
-
-    def moved(value: Tensor) -> Tensor:
-        return value.new_zeros(*mask.shape, *value.shape[1:]).index_put((inside,), value[: int(inside.sum())])
-
-    return Same(
-        [packed(inputs)],
-        lambda results: {name: moved(v) if name in OF_TOKEN else v for name, v in results[0].items()},
-    )
-
-
 def in_micro_batches(inputs: Inputs) -> Same:
     """Rows apart, divided by what all have; metrics are those of a call."""
     counts = takes_part(inputs)
@@ -326,69 +310,30 @@ def in_micro_batches(inputs: Inputs) -> Same:
     return heads.in_micro_batches(inputs, of_rows=True, **others)
 
 
-def as_positions(inputs: Inputs) -> Same:
-    """The mask as the places of its tokens."""
-    places = inputs["mask"].flatten().nonzero()[:, 0]
-    return Same([inputs | {"mask": None, "positions": places.flip(0)}], lambda results: results[0])
-
-
-def as_terms(inputs: Inputs) -> Same:
-    """Tokens in another order, which the terms name."""
-    count = inputs["targets"].numel()
-    order = torch.randperm(count)
-    index = order.argsort().view(inputs["targets"].shape)
-    names = {*OF_TOKENS} & inputs.keys() - {*OF_TERMS}
-    moved = {name: inputs[name].flatten(0, 1)[order] for name in names if isinstance(inputs[name], Tensor)}
-    return Same(
-        [inputs | moved | {"term_index": index}],
-        lambda results: {name: v[index] if name in OF_TOKEN else v for name, v in results[0].items()},
-    )
-
-
-ROWS = {
-    "other order": functools.partial(heads.permuted, of_rows=True),
-    "packed": in_one_row,
-    "micro-batches": in_micro_batches,
-    "positions": as_positions,
-    "terms": as_terms,
-    "chunks": with_changes(chunk_size=7),
-    "all tokens": with_changes(compact=False),
-    "low memory": with_changes(memory="low"),
-}
-
-
-def described(config: str, *features: str, lost: tuple[str, ...] = (), **options: Any) -> Op:
-    """All rewrites but those that are lost; by default on the CPU alone, as interpreters are slow."""
+def described(config: str, *features: str, is_whole: bool = False, **options: Any) -> Op:
+    """In micro-batches, unless something counts in the whole batch; by default on the CPU, as interpreters are slow."""
     names = options.pop("names", ("cpu",))
 
     def draw() -> Inputs:
         return problem(config, "bias", "gaps", "is_weights", *features, rows=5, width=12, **options).inputs
 
     op, supports = Problem(draw(), CONFIGS[config]).op, {name: SUPPORTS[name] for name in names}
-    rewrites = {name: change for name, change in ROWS.items() if name not in lost}
+    rewrites = {} if is_whole else {"micro-batches": in_micro_batches}
     return dataclasses.replace(
         op, draw=draw, supports=supports, ignored=unread, rewrites=rewrites, adds_in_any_order=True, multiplies=True
     )
 
 
-EMPTY_ROWS = ("micro-batches",)  # count in the whole batch alone
-PLACES = ("other order", "packed", "micro-batches", "positions", "terms")  # which have a meaning of their own
 OPS = {
     "linear_policy_loss": described(
         "dapo", "ignored", "by token", "zeros", "policy_mask", "temperatures", names=tuple(SUPPORTS)
     ),
-    "linear_policy_loss of sequences": described(
-        "sequence", "lora", "scaled", "ref_head", chunk_size=24, lost=("chunks",)
-    ),
-    "linear_policy_loss in low memory": described(
-        "entropy", "lora", "ignored", "banned", memory="low", lost=EMPTY_ROWS
-    ),
+    "linear_policy_loss of sequences": described("sequence", "lora", "scaled", "ref_head", chunk_size=24),
+    "linear_policy_loss in low memory": described("entropy", "lora", "ignored", "banned", memory="low", is_whole=True),
     "linear_policy_loss with a teacher": described(
-        "entropy", "zeros", "teacher", names=("cpu", "triton"), lost=EMPTY_ROWS
+        "entropy", "zeros", "teacher", names=("cpu", "triton"), is_whole=True
     ),
-    "linear_policy_loss of shared positions": described("grpo", "lora", "shared", "return_entropy", lost=PLACES),
-    "linear_policy_loss of packed segments": described(
-        "segment", "packed", "weights", "positions mask", lost=tuple(ROWS)
-    ),
-    "linear_policy_loss over a support": described("dapo", "ignored", "support", "ref_weight", lost=tuple(ROWS)),
+    "linear_policy_loss of shared positions": described("grpo", "lora", "shared", "return_entropy", is_whole=True),
+    "linear_policy_loss of packed segments": described("segment", "packed", "weights", "positions mask", is_whole=True),
+    "linear_policy_loss over a support": described("dapo", "ignored", "support", "ref_weight", is_whole=True),
 }

@@ -35,12 +35,17 @@ on_backends = pytest.mark.parametrize("backend", BACKENDS)
 over_support = pytest.mark.parametrize("backend", OVER_SUPPORT)
 
 
-@settings(max_examples=examples(300))
-@given(cases.batches())
-def test_any_head_and_tokens_give_the_definition(inputs: Inputs) -> None:
-    heads.assert_close(
-        run(cases.op_of(inputs), inputs, "reference", F64), cases.defined(inputs), rtol=1e-10, atol=1e-12
-    )
+@pytest.mark.parametrize("backend", EXACT)
+def test_any_head_and_tokens_give_the_definition(backend: str) -> None:
+    @settings(max_examples=examples(300))
+    @given(cases.batches(), FROZEN)
+    def check(inputs: Inputs, frozen: set[str]) -> None:
+        op, expected = cases.op_of(inputs, *frozen), cases.defined(inputs)
+        assume(op.leaves)
+        got = run(op, inputs, backend, F64)
+        heads.assert_close(got, {name: expected[name] for name in got}, rtol=1e-10, atol=1e-12)
+
+    check()
 
 
 def test_log_probs_in_numbers() -> None:
@@ -59,19 +64,6 @@ def test_log_probs_in_numbers() -> None:
     assert logprobs(gk.LMHead(weight, logit_scale=0.5), temperature=0.5) == [-1.4402, -0.0425]
 
 
-def test_gradcheck() -> None:
-    torch.manual_seed(1)
-    for features in (cases.EVERYTHING, ("bias", "scaled", "banned", "support")):
-        inputs = cases.drawn(*features, columns=9, width=3)
-        leaves = heads.leaves_of(inputs)
-
-        def results(*values: Tensor, names: tuple[str, ...] = leaves, given: Inputs = inputs) -> tuple[Tensor, Tensor]:
-            got = cases.call(given | dict(zip(names, values, strict=True)), "reference")
-            return got["logprobs"], got["entropy"]
-
-        assert torch.autograd.gradcheck(results, [inputs[name].requires_grad_() for name in leaves])
-
-
 # Kernels
 
 
@@ -85,16 +77,6 @@ def of_dtypes(supports: dict[str, Any]) -> list[tuple[str, torch.dtype]]:
         and dtype != F64
         and (dtype not in (BF16, torch.float16) or name == "cpu" or supports is heads.OF_SUPPORT)
     ]
-
-
-@settings(max_examples=examples(300))
-@given(cases.batches(support=False), FROZEN)
-@needs_cpu_kernels
-def test_any_head_and_tokens_in_float64(inputs: Inputs, frozen: set[str]) -> None:
-    op = cases.op_of(inputs, *frozen)
-    assume(op.leaves)
-    got, expected = (run(op, inputs, backend, F64) for backend in ("cpu", "reference"))
-    heads.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
 def check_any(backend: str, dtype: torch.dtype, support: bool) -> None:
@@ -122,19 +104,6 @@ def test_any_support(backend: str, dtype: torch.dtype) -> None:
 # Sizes
 
 
-@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)], ids=str)
-@on_backends
-def test_no_tokens(backend: str, shape: tuple[int, ...]) -> None:
-    inputs = draw(shape, "bias", "banned")
-    adapted = draw(shape, "bias", "lora")
-    support = torch.zeros(0).int(), torch.zeros(1).int()
-    for batch in (adapted, inputs | {"support": support}, adapted | {"positions": torch.zeros(shape).bool()}):
-        if "support" not in batch or backend in OVER_SUPPORT:
-            got = run(cases.op_of(batch), batch, backend, F32)
-            assert got["logprobs"].shape == got["entropy"].shape == shape
-            assert not any(value.any() for value in got.values())
-
-
 @on_backends
 def test_certain_tokens_are_exact_zeros(backend: str) -> None:
     """Log-probs of one id, where there is no other or all others are banned, and those of ignored tokens."""
@@ -148,7 +117,7 @@ def test_certain_tokens_are_exact_zeros(backend: str) -> None:
         assert not any(value.any() for value in run(cases.op_of(inputs), inputs, backend, F32).values())
 
 
-@pytest.mark.parametrize(("tokens", "columns", "width"), [(3, 7, 300), (17, 300, 257), (5, 33, 256)], ids=str)
+@pytest.mark.parametrize(("tokens", "columns", "width"), [(3, 7, 300), (5, 300, 257), (5, 33, 256)], ids=str)
 @over_support
 def test_sizes_of_a_support(backend: str, tokens: int, columns: int, width: int) -> None:
     """Around the blocks of hidden states, ids and columns."""
@@ -158,19 +127,11 @@ def test_sizes_of_a_support(backend: str, tokens: int, columns: int, width: int)
         assert_as_reference(inputs, backend, dtype)
 
 
-@over_support
-def test_many_tokens_that_keep_the_same_ids(backend: str) -> None:
-    """As frequent ones do: a sum by id takes several steps."""
-    inputs = draw((40,), "bias", "ignored", columns=3)
-    inputs |= heads.draw_support(inputs, 3, [3] * 40)
-    assert_as_reference(inputs, backend, F32)
-
-
 @pytest.mark.parametrize("chunk_size", [None, 257])
 @needs_cpu_kernels
 def test_a_vocabulary_of_a_model(chunk_size: int | None) -> None:
     """In chunks of the default size, of which the last is not whole; log-probs are exact to the fifth digit."""
-    inputs = draw((600,), "bias", "ignored", columns=1203, width=32) | {"chunk_size": chunk_size}
+    inputs = draw((300,), "bias", "ignored", columns=1203, width=32) | {"chunk_size": chunk_size}
     inputs["weight"] /= 4
     for dtype in (F32, BF16):
         got = assert_as_reference(inputs, "cpu", dtype)
@@ -202,22 +163,16 @@ def test_nearly_certain_tokens_keep_their_digits(backend: str) -> None:
 
 
 @on_backends
-def test_a_nan_stays_in_its_token(backend: str) -> None:
-    inputs = draw((9,), "bias")
-    inputs["hidden"][4, 1] = NAN
-    got = run(cases.op_of(inputs, "weight", "bias"), inputs, backend, F32)
-    for name in ("logprobs", "entropy", "d_hidden"):
-        assert got[name][4].isnan().all() and got[name][torch.arange(9) != 4].isfinite().all(), name
-
-
-@pytest.mark.parametrize("backend", [name for name in KERNELS if name not in EXACT])
-def test_a_target_that_is_no_column_gives_nan_where_it_cannot_be_an_error(backend: str) -> None:
-    inputs = draw((3,))
-    for target in (-1, 37):
-        inputs["targets"][1] = target
-        got = run(cases.op_of(inputs), inputs, backend, F32)
+def test_a_nan_or_a_wrong_target_on_a_gpu_stays_in_its_token(backend: str) -> None:
+    """On a CPU a target that is no column is an error."""
+    for target in (0, -1, 37)[: 1 if backend in EXACT else None]:
+        inputs = draw((9,), "bias")
+        inputs["targets"][4] = target
+        if target == 0:
+            inputs["hidden"][4, 1] = NAN
+        got = run(cases.op_of(inputs, "weight", "bias"), inputs, backend, F32)
         for name in ("logprobs", "entropy", "d_hidden"):
-            assert got[name][1].isnan().all() and got[name][[0, 2]].isfinite().all(), name
+            assert got[name][4].isnan().all() and got[name][torch.arange(9) != 4].isfinite().all(), name
 
 
 # Gradients

@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from grpo_kernels.ops.linear_head.head import Shard
 from grpo_kernels.ops.linear_head.sizes import tokens_per_chunk
 from tests.communication import Communication
-from tests.harness import assert_within_budget, quick
+from tests.harness import assert_within_budget, cpu_threads, quick
 from tests.ops.linear_head import cases
 from tests.ops.linear_head import distillation_cases as distillation
 from tests.ops.linear_head.heads import EXACT, F32, F64, IGNORED, LEAVES, NAN, assert_close
@@ -215,23 +215,15 @@ def in_one_process(call: str) -> Results:
     return differentiated(op, inputs, {name: inputs[name].requires_grad_() for name in op.leaves})
 
 
-def as_dtensors(call: str, mesh: Any, is_split: bool) -> Results:
-    """A split vocabulary stays split where its local columns are given with their place."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+def as_dtensors(call: str, mesh: Any) -> Results:
+    from torch.distributed.tensor import Replicate, distribute_tensor
 
     torch.manual_seed(3)
     op = WHOLE[call]()
     inputs = op.draw()
-    given: Inputs = {}
-    for name in (*op.leaves, "ref_hidden"):
-        if name in inputs:
-            place = Shard(0) if is_split and name in SPLIT else Replicate()
-            given[name] = distribute_tensor(inputs[name], mesh, [place])
+    names = [name for name in (*op.leaves, "ref_hidden") if name in inputs]
+    given: Inputs = {name: distribute_tensor(inputs[name], mesh, [Replicate()]) for name in names}
     leaves = {name: given[name].requires_grad_() for name in op.leaves}
-    if is_split:
-        where = {"vocab_start": mesh.get_rank() * -(-COLUMNS // mesh.size()), "process_group": mesh.get_group()}
-        results = differentiated(op, inputs | {name: value.to_local() for name, value in given.items()} | where, leaves)
-        return {name: value.full_tensor() if name != "loss" else value for name, value in results.items()}
     with Communication() as communication:
         results = differentiated(op, inputs | given, leaves)
     assert communication.take() == [] and not hasattr(results["loss"], "placements")
@@ -268,8 +260,7 @@ def worker(rank: int, size: int, folder: str) -> None:
     found: dict[Any, Any] = {key: sharded(*key, rank) for key in RUNS}
     found |= {"wrong": wrong_targets(rank), "weight_grad": added_weight_gradient(rank), "sizes": chunk_sizes(rank)}
     mesh = init_device_mesh("cpu", (size,))
-    found |= {("whole", call): as_dtensors(call, mesh, False) for call in WHOLE}
-    found |= {("split", call): as_dtensors(call, mesh, True) for call in ("logprobs", "loss")}
+    found |= {("whole", call): as_dtensors(call, mesh) for call in WHOLE}
     torch.save(found | {"refused": refused_dtensors(mesh)}, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -375,17 +366,12 @@ def test_a_target_that_is_no_column_of_one_rank(ranks: list[dict[Any, Any]]) -> 
 
 @pytest.mark.parametrize("call", WHOLE)
 def test_whole_dtensors_are_this_ranks_tensors(ranks: list[dict[Any, Any]], call: str) -> None:
-    expected = in_one_process(call)
+    with cpu_threads(1):  # as the ranks have, with which products have other bits on some CPUs
+        expected = in_one_process(call)
     for rank in ranks:
         assert rank["whole", call].keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(rank["whole", call][name], value) and value.any(), name
-
-
-@pytest.mark.parametrize("call", ["logprobs", "loss"])
-def test_a_split_vocabulary_is_given_by_its_local_columns(ranks: list[dict[Any, Any]], call: str) -> None:
-    for rank in ranks:
-        assert_close(rank["split", call], in_one_process(call), rtol=1e-10, atol=1e-12)
 
 
 def test_split_dtensors_are_refused(ranks: list[dict[Any, Any]]) -> None:
@@ -398,16 +384,6 @@ def test_split_dtensors_are_refused(ranks: list[dict[Any, Any]]) -> None:
             argument = "lora" if name.startswith("lora") else name
             assert message.startswith(f"ValueError: {op}: {argument} must be whole on every rank, got a "), message
             assert f"{argument}.full_tensor(grad_placements=[Partial()]) gathers it" in message
-
-
-@pytest.fixture
-def alone() -> Iterator[Any]:
-    """A mesh of this process alone."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def test_every_placement_is_whole_on_one_rank(alone: Any) -> None:

@@ -17,7 +17,7 @@ from grpo_kernels.ops.policy_loss.config import AGGREGATIONS, KLS
 from grpo_kernels.ops.policy_loss.losses import LOSSES
 from grpo_kernels.ops.policy_loss.registration import SUPPORTS
 from tests.harness import assert_within_budget, runnable_backends
-from tests.ops.promises import Inputs, Op, Results, Same, run
+from tests.ops.promises import Inputs, Op, Results, Same, changed, end_to_end, run
 
 F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -128,9 +128,7 @@ def packed(inputs: Inputs, lengths: list[int], extra: int = 3) -> Inputs:
     def joined(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() != 2 or value.shape[1] != shape[1]:
             return value
-        parts = [row[:length] for row, length in zip(value, lengths, strict=True)]
-        filler = torch.full((extra,), NAN if value.is_floating_point() else 1).to(value.dtype)
-        return torch.cat([*parts, filler])
+        return end_to_end(value, lengths, extra)
 
     flat = {name: joined(value) for name, value in inputs.items()}
     if len(flat["logprobs"]) == shape[0]:  # [B] would be those of tokens
@@ -168,9 +166,11 @@ def a_batch(pick: Pick, config: gk.LossConfig, sizes: tuple[tuple[int, int], ...
         numbers = {"tokens": 17.0, "rows": 3.0, "segments": 5.0}
         tensors = {"tokens": torch.tensor(11.0), "rows": 3.0, "segments": torch.tensor(5)}
         batch |= one({}, {"normalizer": numbers}, {"normalizer": tensors})
+    if "mask" in batch and one(False, False, True):
+        batch["mask"] = batch["mask"].to(one(torch.int64, torch.bfloat16)) * 3
     if one(False, False, True):
         lengths = [pick(range(size[1] + 1)) for _ in range(size[0])]
-        batch = packed(batch, lengths, extra=one(0, 3))
+        batch = packed(batch, lengths, extra=one(0, 3, size[1]))
         batch["cu_seqlens"] = batch["cu_seqlens"].to(one(torch.int32, torch.int64))
     return batch
 
@@ -265,43 +265,6 @@ def ignored(inputs: Inputs) -> dict[str, Tensor]:
     }
 
 
-def rewritten(inputs: Inputs, back: Callable[[Tensor], Tensor] = lambda gradient: gradient) -> Same:
-    """One call, of whose results gradients are brought back to the shape of the batch."""
-
-    def combine(results: list[Results]) -> Results:
-        (only,) = results
-        others = {name: only[name] for name in ("loss", "counts", "sums")}
-        return others | {name: back(value) for name, value in only.items() if name.startswith("d_")}
-
-    return Same([inputs], combine)
-
-
-def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Inputs], Same]:
-    return lambda inputs: rewritten(inputs | {name: change(inputs[name])})
-
-
-def shuffled(inputs: Inputs) -> Same:
-    order = torch.randperm(5)
-    return rewritten({name: value[order] for name, value in inputs.items()}, lambda value: value[order.argsort()])
-
-
-def in_one_row(inputs: Inputs) -> Same:
-    """The rows packed, each up to its last token."""
-    lengths = ((~ignored(inputs)["logprobs"]) * torch.arange(1, 13)).amax(1)
-    is_kept = torch.arange(12) < lengths[:, None]
-    packed_rows = packed(inputs, lengths.tolist())
-    return rewritten(packed_rows, lambda value: value.new_zeros(5, 12).masked_scatter(is_kept, value))
-
-
-def wider(inputs: Inputs) -> Same:
-    def padded_to(value: Tensor) -> Tensor:
-        if value.dim() < 2 or value.shape[1] != 12:
-            return value
-        return torch.nn.functional.pad(value.double(), (0, 7), value=0.0).to(value.dtype)
-
-    return rewritten({name: padded_to(value) for name, value in inputs.items()}, lambda value: value[:, :12])
-
-
 def in_micro_batches(inputs: Inputs, rows: float) -> Same:
     """Two calls with the counts of the whole batch, once as numbers and once as tensors."""
     valid = inputs["mask"] & (inputs["segments"] >= 0) if "segments" in inputs else inputs["mask"]
@@ -321,16 +284,6 @@ def in_micro_batches(inputs: Inputs, rows: float) -> Same:
     return Same(parts, added)
 
 
-def with_rows(number: float) -> Callable[[Inputs], Same]:
-    return functools.partial(in_micro_batches, rows=number)
-
-
-LAYOUTS: dict[str, Callable[[Inputs], Same]] = {
-    "permuted rows": shuffled,
-    "packed": in_one_row,
-    "more padding": wider,
-    "a mask of numbers": changed("mask", lambda mask: mask.int() * 3),
-}
 CONFIGS: dict[str, tuple[gk.LossConfig, tuple[str, ...], float]] = {
     "": (gk.LossConfig(clip_high=0.28, kl="k3", kl_coef=0.1), ("ref_logprobs",), 4),
     "of everything": (
@@ -368,7 +321,7 @@ OPS = {
         op_of(config),
         draw=functools.partial(draw, *optional),
         ignored=ignored,
-        rewrites=LAYOUTS | {"micro-batches": with_rows(rows)},
+        rewrites={"micro-batches": functools.partial(in_micro_batches, rows=rows)},
         adds_in_any_order=True,
     )
     for name, (config, optional, rows) in CONFIGS.items()
@@ -411,12 +364,11 @@ def written_out(inputs: Inputs) -> Same:
     def at_positions(value: Tensor) -> Tensor:
         return value.new_zeros(30).index_add(0, index[has_position], value[has_position]).view(2, 15)
 
-    return rewritten(batch, at_positions)
-
-
-def with_mask(inputs: Inputs) -> Same:
-    index = inputs["term_index"]
-    return rewritten(inputs | {"term_index": index.clamp(min=0), "mask": index >= 0})
+    names = {"loss", "counts", "sums"}
+    return Same(
+        [batch],
+        lambda results: {n: v if n in names else at_positions(v) for n, v in results[0].items() if n != "metrics"},
+    )
 
 
 def of_no_term(inputs: Inputs) -> dict[str, Tensor]:
@@ -431,7 +383,6 @@ OPS["policy_loss of shared positions"] = dataclasses.replace(
     ignored=of_no_term,
     rewrites={
         "written out": written_out,
-        "a mask": with_mask,
         "narrow ids": changed("term_index", lambda index: index.to(torch.int8)),
     },
 )

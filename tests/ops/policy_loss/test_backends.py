@@ -22,7 +22,7 @@ from tests import emulation
 from tests.harness import device_of, examples
 from tests.ops.policy_loss import cases
 from tests.ops.policy_loss.cases import BACKENDS, F32, F64, INF, KERNELS, NAN, assert_like_reference, op_of, packed
-from tests.ops.promises import Inputs, run
+from tests.ops.promises import Inputs, assert_same_bits, run
 
 on_backends = pytest.mark.parametrize("backend", BACKENDS)
 on_kernels = pytest.mark.parametrize("backend", KERNELS)
@@ -31,13 +31,17 @@ only_on_host = pytest.mark.skipif(
 )
 
 
+# Rows of more than one task of 1,024 tokens, many rows, and many warps.
+LARGE = ((3, 1500), (70, 2), (1100, 2))
+
+
 @pytest.mark.pairs
 @pytest.mark.parametrize(("loss", "ratio"), cases.KINDS)
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @on_kernels
 def test_any_settings(backend: str, dtype: torch.dtype, loss: str, ratio: str) -> None:
-    # in float32 the error of few tokens may be one of luck, in the reference as well
-    sizes = cases.SIZES if dtype == F64 else ((5, 33), (2, 600))
+    # in float32 the error of few tokens, or of few rows, may be one of luck, in the reference as well
+    sizes = (*cases.SIZES, *LARGE) if dtype == F64 else ((12, 33), (8, 150), (6, 1100))
 
     @settings(max_examples=examples(30))
     @given(cases.cases(loss, ratio, sizes=sizes))
@@ -96,60 +100,11 @@ def test_plain_inputs(backend: str, name: str, width: int, mask: str, offset: in
     assert_like_reference(wide, PLAIN[name][0], backend, F32, sums=backend == "cuda")  # whose sums are in float32
 
 
-def test_a_mask_of_many_tokens_is_counted() -> None:
-    for width in (15, 16, 4081, 4096, 9001):
-        ones = torch.ones(1, width)
-        for mask in (torch.ones(1, width, dtype=torch.bool), torch.arange(width)[None] != 3):
-            loss = gk.policy_loss(-ones, -ones, torch.ones(1), mask=mask, config=gk.LossConfig()).loss
-            torch.testing.assert_close(loss, torch.tensor(-1.0), rtol=1e-6, atol=0)
+def long_segments(is_packed: bool) -> Inputs:
+    """Segments of whole rows, of half a row and of one token, with masked tokens inside them and at the ends.
 
-
-# More than one task of 1,024 tokens, and many warps.
-LENGTHS = [1500, 40, 0, 1025, 1, 2, 4]
-LONG: dict[str, gk.LossConfig] = {
-    "clip": gk.LossConfig(kl="k3", kl_coef=0.1, aggregation="seq-mean-token-mean"),
-    "bonus": gk.LossConfig(kl="k1", kl_coef=0.1, aggregation="seq-mean-token-mean", entropy_coef=0.01),
-    "gspo": gk.LossConfig(ratio="sequence"),
-    "segments": gk.LossConfig(ratio="segment_mean"),
-    "geo_mean": gk.LossConfig("geo_mean", aggregation="token-sum"),
-    "vespo": gk.LossConfig("vespo"),
-}
-
-
-OPTIONAL = {
-    "clip": ("ref_logprobs",),
-    "bonus": ("ref_logprobs", "entropy", "row_weights", "policy_mask"),
-    "segments": ("segments",),
-}
-
-
-def long_rows(name: str) -> Inputs:
-    """Packed rows, and tokens after the last one that fill a task of their own."""
-    batch = cases.padded(5, len(LENGTHS), max(LENGTHS), optional=OPTIONAL.get(name, ()))
-    batch["mask"][1] = torch.arange(max(LENGTHS)) % 3 < 2
-    batch |= {"is_weights": batch.pop("row_weights")} if "row_weights" in batch else {}
-    return packed(batch, LENGTHS, extra=1200)
-
-
-@pytest.mark.pairs
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-@pytest.mark.parametrize("name", LONG)
-@on_kernels
-def test_packed_rows_of_several_parts(backend: str, name: str, dtype: torch.dtype) -> None:
-    assert_like_reference(long_rows(name), LONG[name], backend, dtype)
-
-
-@pytest.mark.parametrize("rows", [65, 1100])
-@on_kernels
-def test_many_rows(backend: str, rows: int) -> None:
-    batch = cases.padded(1, rows, 2, optional=("row_weights",))
-    batch["is_weights"] = batch.pop("row_weights")
-    for config in (gk.LossConfig(aggregation="seq-mean-token-mean"), gk.LossConfig(ratio="sequence")):
-        assert_like_reference(batch, config, backend, F64)
-
-
-def long_segments() -> Inputs:
-    """Segments of whole rows, of half a row and of one token, with masked tokens inside them and at the ends."""
+    A CUDA block takes up to 1,024 tokens of a row at a time, and a warp that counts them 128.
+    """
     place = torch.arange(2500)
     whole, half = 0 * place, place // 1250
     rows = {
@@ -162,17 +117,14 @@ def long_segments() -> Inputs:
     }
     batch = cases.padded(5, len(rows), len(place), size=0.02)
     batch["segments"], batch["mask"] = (torch.stack(values) for values in zip(*rows.values(), strict=True))
-    return batch
+    return packed(batch, [2500, 0, 1399, 129, 1025, 2200]) if is_packed else batch
 
 
 @pytest.mark.parametrize("ratio", ["segment", "segment_mean"])
 @pytest.mark.parametrize("is_packed", [False, True])
 @on_kernels
 def test_segments_longer_than_a_block(backend: str, ratio: str, is_packed: bool) -> None:
-    """A CUDA block takes up to 1,024 tokens of a row at a time, and a warp that counts them 128."""
-    batch = long_segments()
-    batch = packed(batch, [2500, 0, 1399, 129, 1025, 2200]) if is_packed else batch
-    assert_like_reference(batch, gk.LossConfig(ratio=ratio), backend, F64)
+    assert_like_reference(long_segments(is_packed), gk.LossConfig(ratio=ratio), backend, F64)
 
 
 # Extremes
@@ -218,7 +170,7 @@ def test_a_kl_that_is_only_measured_changes_nothing(backend: str, kl: str) -> No
 @on_kernels
 def test_an_infinite_token_spoils_its_own_segment_only(backend: str) -> None:
     batch = cases.padded(5, 3, 300, optional=("segments",))
-    op, segments = op_of(LONG["segments"]), batch["segments"][0]
+    op, segments = op_of(gk.LossConfig(ratio="segment_mean")), batch["segments"][0]
     clean = run(op, batch, backend, F32)["d_logprobs"]
     at = int((batch["mask"][0] & (segments >= 0)).nonzero()[100])
     batch["old_logprobs"][0, at] = -INF
@@ -270,46 +222,18 @@ def test_a_normalizer_may_be_a_number_a_tensor_or_named(backend: str, unit: str)
     assert torch.equal(result(torch.tensor(0)), result(1))  # a count of nothing
 
 
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["clip", "segments", "geo_mean"])
-@on_backends
-def test_halves_are_computed_in_float32(backend: str, name: str, half: torch.dtype) -> None:
-    config = LONG[name]
-    batch = cases.padded(1, 4, 9, optional=("ref_logprobs",) * (name == "clip") + ("segments",) * (name == "segments"))
-    batch = {key: value.to(half).double() if value.is_floating_point() else value for key, value in batch.items()}
-    got, want = (run(op_of(config), batch, backend, dtype) for dtype in (half, F32))
-    assert got["loss"].dtype == F32 and torch.equal(got["loss"], want["loss"])
-    assert got["d_logprobs"].dtype == half and torch.equal(got["d_logprobs"], want["d_logprobs"].to(half))
-
-
 # The backward pass
-
-
-def graph(backend: str) -> tuple[Tensor, Tensor]:
-    leaf = (-torch.rand(3, 5, device=device_of(backend))).requires_grad_()
-    return leaf, gk.policy_loss(leaf, leaf.detach() - 0.1, torch.ones_like(leaf[:, 0]), backend=backend).loss
-
-
-@on_kernels
-def test_backward_runs_twice_and_with_any_upstream_gradient(backend: str) -> None:
-    leaf, loss = graph(backend)
-    one, again, scaled = (torch.autograd.grad(loss * s, leaf, retain_graph=True)[0] for s in (1.0, 1.0, -2.5))
-    assert torch.equal(one, again)
-    torch.testing.assert_close(scaled, -2.5 * one, rtol=1e-6, atol=0)
-    (last,) = torch.autograd.grad(loss * -2.5, leaf)  # may reuse what the graph keeps
-    assert torch.equal(last, scaled) and torch.equal(one, again)
 
 
 @pytest.mark.parametrize("value", [1.0, 2.0])
 @on_kernels
 def test_a_second_derivative_by_the_upstream_gradient_alone(backend: str, value: float) -> None:
-    leaf, loss = graph(backend)
+    leaf = (-torch.rand(3, 5, device=device_of(backend))).requires_grad_()
+    loss = gk.policy_loss(leaf, leaf.detach() - 0.1, torch.ones_like(leaf[:, 0]), backend=backend).loss
     factor = torch.tensor(value, device=leaf.device, requires_grad=True)
     (gradient,) = torch.autograd.grad(loss * factor, leaf, create_graph=True)
-    (by_factor,) = torch.autograd.grad(gradient.sum(), factor, retain_graph=True)
+    (by_factor,) = torch.autograd.grad(gradient.sum(), factor)
     torch.testing.assert_close(by_factor * value, gradient.sum().detach())
-    with pytest.raises(RuntimeError, match=r"^policy_loss: a second derivative is not implemented"):
-        gradient.square().sum().backward()
 
 
 @pytest.mark.pairs
@@ -331,29 +255,34 @@ def test_a_gradient_is_scaled_in_its_memory(backend: str, dtype: torch.dtype, co
 
 # The CUDA kernels alone
 
-LAUNCHED = {"clip": (), "gspo": (), "segments": ("segments",), "geo_mean": (), "vespo": ()}
+LAUNCHED = {
+    "clip": gk.LossConfig(),
+    "gspo": gk.LossConfig(ratio="sequence"),
+    "segments": gk.LossConfig(ratio="segment_mean"),
+    "geo_mean": gk.LossConfig("geo_mean", aggregation="token-sum"),
+    "vespo": gk.LossConfig("vespo"),
+}
 
 
 @emulation.only
 @pytest.mark.parametrize("rows", [5, 1100])
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_a_loss_is_one_launch_and_a_reduction_and_counting_a_third(name: str, rows: int) -> None:
-    batch = cases.padded(1, rows, 70 if rows == 5 else 2, optional=LAUNCHED[name])
-    config = gk.LossConfig() if name == "clip" else LONG[name]
-    call = functools.partial(cases.call, batch, "cuda", config)
+    config = LAUNCHED[name]
+    batch = cases.padded(1, rows, 70 if rows == 5 else 2, optional=("segments",) * (name == "segments"))
     known = {"tokens": 40.0, "rows": 5.0, "segments": 9.0}
-    assert emulation.launches(functools.partial(cases.call, batch | {"normalizer": known}, "cuda", config)) == 2
-    assert emulation.launches(call) == (2 if config.aggregation == "token-sum" else 3)
+    for normalizer, launches in ((known, 2), (None, 2 if config.aggregation == "token-sum" else 3)):
+        call = functools.partial(cases.call, batch | {"normalizer": normalizer}, "cuda", config)
+        assert emulation.launches(call) == launches
 
 
 @emulation.only
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_every_schedule_gives_the_same_bits(name: str) -> None:
-    batch = cases.padded(1, 5, 70, optional=LAUNCHED[name])
+    batch = cases.padded(1, 5, 70, optional=("segments",) * (name == "segments"))
     results = []
     for seed in range(4):
         emulation.set_schedule(seed)
-        results.append(run(op_of(gk.LossConfig() if name == "clip" else LONG[name]), batch, "cuda", F32))
+        results.append(run(op_of(LAUNCHED[name]), batch, "cuda", F32))
     for other in results[1:]:
-        for key, value in results[0].items():
-            torch.testing.assert_close(other[key], value, rtol=0, atol=0, equal_nan=True)
+        assert_same_bits(other, results[0])

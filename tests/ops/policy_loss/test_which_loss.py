@@ -354,18 +354,3 @@ def test_row_is_the_systems_loss(row: str, is_far: bool) -> None:
     # some twenty roundings of terms below 100, in float64
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize(
-    ("config", "row"),
-    [
-        (gk.LossConfig(loss="icepop"), "SkyRL: rollout_is"),
-        (gk.LossConfig(loss="dppo_tv", clip_low=0.05, clip_high=0.03), "SkyRL: dppo, delta_low"),
-        (gk.LossConfig(loss="dppo_kl", clip_low=0.05, clip_high=0.03), "SkyRL: dppo, dppo_type: binary_kl"),
-    ],
-)
-def test_losses_with_the_gradient_of_skyrls(config: gk.LossConfig, row: str) -> None:
-    b = draw()
-    loss = gk.policy_loss(b.lp, b.sampled, b.advantage.squeeze(1), mask=b.mask, config=config).loss
-    gradients = [torch.autograd.grad(value, b.lp)[0] for value in (loss, FORMULAS[row](b))]
-    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-13)

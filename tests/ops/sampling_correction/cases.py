@@ -103,7 +103,6 @@ def a_call(seed: int) -> tuple[Inputs, gk.CorrectionConfig]:
     return inputs, a_config(seed)
 
 
-configs = st.integers(0, 2**31).map(a_config)
 calls = st.integers(0, 2**31).map(a_call)
 
 
@@ -128,28 +127,6 @@ def described(config: gk.CorrectionConfig) -> Op:
         weights, mask, metrics = gk.sampling_correction(**inputs, config=config, backend=backend)
         return {"weights": weights, "mask": mask, "metrics": metrics.tensor}
 
-    def permuted(inputs: Inputs) -> Same:
-        order = torch.randperm(6)
-        back = order.argsort()
-        parts = [{name: value[order] for name, value in inputs.items()}]
-        return Same(parts, lambda r: {**r[0], "weights": r[0]["weights"][back], "mask": r[0]["mask"][back]})
-
-    def packed(inputs: Inputs) -> Same:
-        """Rows without their holes, and tokens of no row after them."""
-        mask = inputs["mask"]
-        bounds = pad(mask.sum(1).cumsum(0), (1, 0))
-        flat = {name: pad(value[mask], (0, 3), value=NAN) for name, value in inputs.items() if name != "mask"}
-
-        def padded(results: list[Results]) -> Results:
-            whole = dict(results[0])
-            for name in ("weights", "mask"):
-                assert not results[0][name][-3:].any()
-                whole[name] = torch.zeros(mask.shape, dtype=results[0][name].dtype)
-                whole[name][mask] = results[0][name][:-3]
-            return whole
-
-        return Same([flat | {"cu_seqlens": bounds}], padded)
-
     def in_parts(inputs: Inputs) -> Same:
         """Two micro-batches, whose metrics merge."""
 
@@ -161,9 +138,12 @@ def described(config: gk.CorrectionConfig) -> Op:
         return Same([{name: value[i : i + 3] for name, value in inputs.items()} for i in (0, 3)], joined)
 
     def ignored(inputs: Inputs) -> dict[str, Tensor]:
-        return dict.fromkeys(("old_logprobs", "sampling_logprobs"), ~inputs["mask"])
+        slots = ~inputs["mask"]
+        if "cu_seqlens" in inputs:
+            slots = slots | (torch.arange(len(slots)) >= inputs["cu_seqlens"][-1])
+        return dict.fromkeys(("old_logprobs", "sampling_logprobs"), slots)
 
-    rewrites = {"rows in another order": permuted, "packed rows": packed} | ({"parts": in_parts} if parted else {})
+    rewrites = {"parts": in_parts} if parted else {}
     supports = {"reference": (torch.float32, torch.float64)}
     return Op(draw, call, supports, (), ignored, rewrites)
 

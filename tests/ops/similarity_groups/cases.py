@@ -235,19 +235,9 @@ def silhouette_of(inputs: Inputs, backend: str | None) -> Results:
     return gk.silhouette(**inputs, backend=backend)._asdict()
 
 
-def draw_rewards() -> Inputs:
-    rewards = torch.randn(PROMPTS * SIZE, dtype=torch.float64)
-    rewards[1] = NAN
-    return {"rewards": rewards} | draw_rows()
-
-
-def advantages_of(inputs: Inputs, backend: str | None) -> Results:
-    result = gk.similarity_advantages(**inputs, similarity=CONFIG, backend=backend)
-    return {"advantages": result.advantages, "std": result.std, "labels": result.groups.labels}
-
-
 def draw_whole_batch() -> Inputs:
     rewards = torch.randn(PROMPTS * SIZE, dtype=torch.float64)
+    rewards[1] = NAN
     return {"rewards": rewards, "lengths": torch.randint(1, 9, (PROMPTS * SIZE,))} | draw_shuffled()
 
 
@@ -256,10 +246,10 @@ def draw_baselines() -> Inputs:
     return {"rewards": rewards, "baselines": baselines} | draw_rows()
 
 
-def weighted_advantages_of(inputs: Inputs, backend: str | None) -> Results:
+def advantages_of(inputs: Inputs, backend: str | None) -> Results:
     config = "opo" if "lengths" in inputs else "remax"
-    result = gk.similarity_advantages(**inputs, config=config, backend=backend)
-    return {"advantages": result.advantages, "labels": result.groups.labels}
+    result = gk.similarity_advantages(**inputs, similarity=CONFIG, config=config, backend=backend)
+    return {"advantages": result.advantages, "std": result.std, "labels": result.groups.labels}
 
 
 class Diversity(NamedTuple):
@@ -304,15 +294,6 @@ def masked(*names: str) -> Callable[[Inputs], dict[str, Tensor]]:
     return lambda inputs: dict.fromkeys(names, ~inputs["valid"])
 
 
-def draw_prompts() -> Inputs:
-    return {"embeddings": torch.randn(PROMPTS * SIZE, 8, dtype=torch.float64)}
-
-
-def distances_of(inputs: Inputs, backend: str | None) -> Results:
-    """Prompts of one size."""
-    return {"distances": gk.pairwise_cosine(inputs["embeddings"], SIZE, backend=backend)}
-
-
 def draw_shuffled() -> Inputs:
     return rearranged(draw_rows(), torch.randperm(PROMPTS * SIZE), torch.arange(PROMPTS), num_groups=5, max_size=7)
 
@@ -335,14 +316,12 @@ OF_DIVERSITY = {"reference": (torch.float32, torch.float64)}
 OPS = {
     "similarity_groups": Op(draw_rows, groups_of, SUPPORTS, (), masked("embeddings"), OF_ROWS),
     "similarity_groups of ids": Op(draw_shuffled, groups_of_ids, SUPPORTS, (), masked("embeddings")),
-    "pairwise_cosine of ids": Op(draw_shuffled, distances_of_ids, OF_DISTANCES, (), masked("embeddings")),
-    "similarity_advantages by length": Op(draw_whole_batch, weighted_advantages_of, SUPPORTS),
-    "similarity_advantages of baselines": Op(draw_baselines, weighted_advantages_of, SUPPORTS),
+    "pairwise_cosine of ids": Op(draw_shuffled, distances_of_ids, SUPPORTS, (), masked("embeddings")),
+    "similarity_advantages by length": Op(draw_whole_batch, advantages_of, SUPPORTS, (), masked("rewards", "lengths")),
+    "similarity_advantages of baselines": Op(draw_baselines, advantages_of, SUPPORTS, (), masked("embeddings")),
     "silhouette of rows": Op(draw_labels_of_rows, silhouette_of, OF_DISTANCES),
     "cluster_distances": Op(draw_distances, clusters_of, OF_DISTANCES, (), absent_pairs),
-    "pairwise_cosine": Op(draw_prompts, distances_of, OF_DISTANCES),
     "agglomerate": Op(draw_distances, tree_of, OF_DISTANCES, (), absent_pairs),
     "silhouette": Op(draw_labels, silhouette_of, OF_DISTANCES),
-    "similarity_advantages": Op(draw_rewards, advantages_of, SUPPORTS, (), masked("rewards", "embeddings")),
     "diversity": Op(draw_diversity, everything, OF_DIVERSITY, (), absent_responses),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels.ops.token_advantages.registration import SUPPORTS
 from tests.harness import assert_within_budget, runnable_backends
-from tests.ops.promises import Inputs, Op, Results, Same, in_parts, permuted, run
+from tests.ops.promises import Inputs, Op, Results, changed, end_to_end, groups_apart, groups_of_one_size, permuted, run
 
 F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -57,14 +56,8 @@ def with_garbage(inputs: Inputs) -> Inputs:
 def packed(inputs: Inputs, extra: int = 3) -> Inputs:
     """The same rows one after the other, the padding of each cut off, with tokens after the last row."""
     lengths = (inputs["mask"] * torch.arange(1, inputs["mask"].shape[1] + 1)).amax(1).tolist()
-
-    def joined(value: Tensor) -> Tensor:
-        parts = [row[:length] for row, length in zip(value, lengths, strict=True)]
-        return torch.cat([*parts, torch.ones(extra).to(value.dtype)])
-
-    return {name: joined(value) for name, value in inputs.items()} | {
-        "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)])
-    }
+    flat = {name: end_to_end(value, lengths, extra) for name, value in inputs.items()}
+    return flat | {"cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)])}
 
 
 @st.composite
@@ -190,34 +183,6 @@ def draw_packed() -> Inputs:
     return {n: value if n == "cu_seqlens" else torch.cat((value, value.new_ones(room))) for n, value in batch.items()}
 
 
-def changed(name: str, change: Callable[[Tensor], Tensor], of: str = "") -> Callable[[Inputs], Same]:
-    """An input written in another way, or made from the one that is named by `of`."""
-    return lambda inputs: Same([inputs | {name: change(inputs[of or name])}], lambda results: results[0])
-
-
-def one_row_a_call(inputs: Inputs) -> Same:
-    return in_parts(inputs, [torch.tensor([row]) for row in range(len(inputs["rewards"]))])
-
-
-def in_one_row(inputs: Inputs) -> Same:
-    """The rows packed; their results are moved back to where they were."""
-    batch, width = packed(inputs), inputs["mask"].shape[1]
-    bounds = batch["cu_seqlens"]
-    places = bounds[:-1, None] + torch.arange(width)
-    is_outside = places >= bounds[1:, None]
-
-    def moved(results: list[Results]) -> Results:
-        last = len(batch["rewards"]) - 1
-        return {n: value[places.clamp(max=last)].masked_fill(is_outside, 0) for n, value in results[0].items()}
-
-    return Same([batch], moved)
-
-
-def wider(inputs: Inputs) -> Same:
-    wide = {name: torch.nn.functional.pad(value, (0, 7)) for name, value in inputs.items()}
-    return Same([wide], lambda results: {name: value[:, :12] for name, value in results[0].items()})
-
-
 # The optimal token baseline
 
 
@@ -238,42 +203,21 @@ def call_baseline(inputs: Inputs, backend: str | None, places: str = "position")
     return gk.optimal_token_baseline(**inputs, places=places)._asdict()
 
 
-def prompts_apart(inputs: Inputs) -> Same:
-    return in_parts(inputs, [(inputs["groups"] == name).nonzero()[:, 0] for name in inputs["groups"].unique()])
-
-
-def prompts_of_one_size(inputs: Inputs) -> Same:
-    return in_parts(inputs, [inputs["groups"].sort().indices], groups=3)
-
-
 PROBABILITIES = ("rewards", "old_logprobs", "sum_pi_squared", "is_weights")
 WALK = gk.TokenAdvantageConfig(gamma=0.9, lam=0.8)
 TURNS = gk.TokenAdvantageConfig(gamma=0.9, lam=0.8, whiten="none", carry_rewards=False)
-LAYOUTS = {
-    "permuted rows": permuted,
-    "packed": in_one_row,
-    "more padding": wider,
-    "a mask of numbers": changed("mask", lambda mask: mask.int() * 3),
-}
-PROMPTS = {"permuted rows": permuted, "one prompt a call": prompts_apart, "prompts of one size": prompts_of_one_size}
+PROMPTS = {"permuted rows": permuted, "one prompt a call": groups_apart, "prompts of one size": groups_of_one_size}
 OPS = {
     "token_advantages": dataclasses.replace(
         op_of(WALK),
         ignored=lambda inputs: {"values": ~inputs["mask"]},
-        rewrites={
-            **LAYOUTS,
-            "turns of one token": changed("turns", lambda mask: torch.arange(12).expand_as(mask), "mask"),
-        },
+        rewrites={"a mask of numbers": changed("mask", lambda mask: mask.int() * 3)},
     ),
     "token_advantages of turns": dataclasses.replace(
         op_of(TURNS),
         draw=lambda: padded(int(torch.randint(1000, ())), 5, 12, turns="some"),
         ignored=lambda inputs: dict.fromkeys(("rewards", "values", "turns"), ~inputs["mask"]),
-        rewrites={
-            **LAYOUTS,
-            "one row a call": one_row_a_call,
-            "narrow turns": changed("turns", lambda turns: turns.to(torch.int8)),
-        },
+        rewrites={"narrow turns": changed("turns", lambda turns: turns.to(torch.int8))},
     ),
 }
 OPS["token_advantages of packed rows"] = dataclasses.replace(

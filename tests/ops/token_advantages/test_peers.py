@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import grpo_kernels as gk
 from tests import peers
@@ -17,34 +16,29 @@ from tests.ops.token_advantages.cases import BACKENDS, F64, draw_probabilities, 
 
 pytest.importorskip("verl")
 PEERS = {"position": "optimal_token_baseline", "rank": "tir_optimal_token_baseline"}
-on_backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def assert_close(got: dict[str, Tensor], want: tuple[Tensor, Tensor], mask: Tensor) -> None:
-    """Equality where tokens count, and zeros elsewhere."""
-    for ours, theirs in zip(got.values(), want, strict=True):
-        torch.testing.assert_close(ours[mask], theirs[mask].to(ours.dtype), rtol=1e-9, atol=1e-9)
-        assert not ours[~mask].any()
-
-
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
-@on_backends
-def test_verl_gae(backend: str, gamma: float, lam: float) -> None:
-    batch = padded(11, 6, 40)
-    want = peers.verl("gae")(batch["rewards"], batch["values"], batch["mask"].double(), gamma, lam)
-    config = gk.TokenAdvantageConfig(gamma=gamma, lam=lam, carry_rewards=False)
-    assert_close(run(op_of(config), batch, backend, F64), want, batch["mask"])
-
-
-@pytest.mark.parametrize("gamma", [1.0, 0.97])
-@on_backends
-def test_verl_reinforce_plus_plus(backend: str, gamma: float) -> None:
+@pytest.mark.parametrize(
+    ("estimator", "gamma", "lam"),
+    [
+        *(("gae", gamma, lam) for gamma, lam in ((1.0, 1.0), (0.99, 0.95), (0.9, 0.0))),
+        *(("reinforce_plus_plus", gamma, None) for gamma in (1.0, 0.97)),
+    ],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_verl_estimators(backend: str, estimator: str, gamma: float, lam: float | None) -> None:
     from verl.trainer.config import AlgoConfig
 
-    batch = padded(12, 6, 40)
-    want = peers.verl("reinforce_plus_plus")(batch["rewards"], batch["mask"].double(), config=AlgoConfig(gamma=gamma))
-    config = gk.TokenAdvantageConfig("reinforce_plus_plus", gamma=gamma, carry_rewards=False)
-    assert_close(run(op_of(config), batch, backend, F64), want, batch["mask"])
+    batch = padded(11, 6, 40)
+    mask = batch["mask"]
+    if estimator == "gae":
+        want = peers.verl(estimator)(batch["rewards"], batch["values"], mask.double(), gamma, lam)
+    else:
+        want = peers.verl(estimator)(batch["rewards"], mask.double(), config=AlgoConfig(gamma=gamma))
+    config = gk.TokenAdvantageConfig(estimator, gamma=gamma, lam=lam, carry_rewards=False)
+    for ours, theirs in zip(run(op_of(config), batch, backend, F64).values(), want, strict=True):
+        torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-9, atol=1e-9)
+        assert not ours[~mask].any()
 
 
 @pytest.mark.parametrize("zero_tail", [True, False])

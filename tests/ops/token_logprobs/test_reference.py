@@ -6,15 +6,11 @@ becomes NaN; an ignored row with a value or a gradient; a backward pass, written
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
 
-import grpo_kernels as gk
 from tests.harness import examples
 from tests.ops.promises import Inputs, Results, run
 from tests.ops.token_logprobs import cases
@@ -34,9 +30,10 @@ def by_definition(inputs: Inputs, options: dict[str, Any]) -> Results:
     logprobs = torch.where(kept, log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0], 0)
     terms = torch.where(log_p.exp() == 0, 0, log_p.exp() * torch.where(log_p.exp() == 0, 0, log_p))
     entropy = torch.where(kept, -terms.sum(-1), 0)
-    upstream = [inputs["by_logprobs"], inputs["by_entropy"]]
-    (gradient,) = torch.autograd.grad([logprobs, entropy], logits, upstream)
-    return {"logprobs": logprobs, "entropy": entropy, "d_logits": gradient}
+    results = {"logprobs": logprobs, "entropy": entropy}
+    upstream = {name: inputs[f"by_{name}"] for name in results if f"by_{name}" in inputs}
+    (gradient,) = torch.autograd.grad([results[name] for name in upstream], logits, list(upstream.values()))
+    return (results if "by_entropy" in inputs else {"logprobs": logprobs}) | {"d_logits": gradient}
 
 
 @settings(max_examples=examples(300))
@@ -48,25 +45,3 @@ def test_any_rows_are_those_of_log_softmax(case: tuple[Inputs, dict[str, Any]]) 
         torch.testing.assert_close(
             got[name], want.detach(), rtol=1e-11, atol=1e-12, msg=lambda text, of=name: f"{of}: {text}"
         )
-
-
-@pytest.mark.parametrize("name", cases.OPTIONS)
-def test_the_gradient_is_the_derivative(name: str) -> None:
-    inputs = cases.rows_of((2, 3, 13), F64, spread=1.0)
-    inputs["targets"][0, 1] = -100
-
-    def results(logits: Tensor) -> tuple[Tensor, ...]:
-        scale = {"logit_scale": 0.1} if name == "capped" else {}
-        options = cases.OPTIONS[name] | scale | {"return_entropy": True, "backend": "reference"}
-        return tuple(gk.token_logprobs(logits, inputs["targets"], **options))
-
-    assert torch.autograd.gradcheck(results, inputs["logits"].requires_grad_())
-
-
-def test_the_numbers_of_two_tokens() -> None:
-    logits = torch.tensor([[math.log(3.0), 0.0]])
-    got = gk.token_logprobs(logits, torch.tensor([0]), return_entropy=True)
-    assert got.logprobs.item() == pytest.approx(math.log(0.75))
-    assert got.entropy is not None and got.entropy.item() == pytest.approx(2 * math.log(2) - 0.75 * math.log(3))
-    halved = gk.token_logprobs(2 * logits, torch.tensor([0]), temperature=2.0).logprobs
-    torch.testing.assert_close(halved, got.logprobs)
