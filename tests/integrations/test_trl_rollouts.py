@@ -128,11 +128,15 @@ def assert_close(got: tuple[float, Tensor], want: tuple[float, Tensor]) -> None:
 @pytest.mark.parametrize("flat_groups", ["keep", "leave_out"])
 @pytest.mark.parametrize("loss_type", [*BY_SEQUENCE, "dapo"])
 def test_a_rollout_counts_once_and_flat_groups_where_asked(tmp_path: Path, loss_type: str, flat_groups: str) -> None:
-    """In the weights of the loss, whose sum and gradient do not depend on how rows are dealt to micro-batches."""
+    """In the weights of the loss, whose sum and gradient do not depend on how rows are dealt to micro-batches.
+
+    With a bonus of the mean entropy of the batch.
+    """
     kept = ALL if flat_groups == "keep" else NOT_FLAT
+    options: dict[str, Any] = {"changes": {"entropy_coef": 0.5}, "entropy_mean": "batch", "flat_groups": flat_groups}
     results = []
     for batches, head, seed in ((4, "logprobs", 0), (8, "logprobs", 1), (4, "fused", 2), (1, "logprobs", 3)):
-        trainer, output = generated(tmp_path, loss_type, batches, head=head, flat_groups=flat_groups)
+        trainer, output = generated(tmp_path, loss_type, batches, head=head, **options)
         assert output["advantages"].tolist() == pytest.approx(ADVANTAGES)
         in_loss = mask() & torch.tensor(kept)[:, None]
         assert output["num_items_in_batch"] == in_loss.sum()
@@ -144,6 +148,10 @@ def test_a_rollout_counts_once_and_flat_groups_where_asked(tmp_path: Path, loss_
         results.append(accumulated(trainer, output, seed))
     for other in results[1:]:
         assert_close(other, results[0])
+    _, entropy, _ = trainer._forward(trainer.model, output, with_entropy=True)
+    trainer.entropy_coef = 0.0
+    without, _ = accumulated(trainer, output)
+    assert without - results[0][0] == pytest.approx(0.5 * float(entropy.detach()[in_loss].mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize("loss_type", [*BY_SEQUENCE, "dapo", "bnpo"])
