@@ -96,7 +96,7 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "delta": {"beta": 0.0, "delta": 1.5, "num_iterations": 2},
     "plain KL": {"use_bias_correction_kl": False, "epsilon": 0.05},
-    "high entropies": {"top_entropy_quantile": 0.4, "entropy_coef": 0.02},
+    "high entropies": {"top_entropy_quantile": 0.4, "entropy_coef": 0.02, "temperature": 0.7},
     "entropy bonus": {"entropy_coef": 0.05, "loss_type": "bnpo"},
     "adaptive entropy": {
         **{"use_adaptive_entropy": True, "entropy_target": 2.2, "entropy_coef": 0.01, "entropy_coef_delta": 0.01},

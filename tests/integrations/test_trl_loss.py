@@ -51,7 +51,7 @@ def assert_same_step(got: Any, want: Any) -> None:
     assert got[2] == pytest.approx(want[2], rel=1e-5, abs=1e-6, nan_ok=True)
 
 
-FILTERS = {"off_policy_mask_threshold": 0.2, "top_entropy_quantile": 0.7, "entropy_coef": 0.02}
+FILTERS = {"off_policy_mask_threshold": 0.2, "top_entropy_quantile": 0.4, "entropy_coef": 0.02}
 
 
 @pytest.mark.pairs

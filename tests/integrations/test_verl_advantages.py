@@ -364,21 +364,22 @@ def test_estimators_of_verl_get_columns_of_sessions(name: str) -> None:
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
 @pytest.mark.parametrize("carries", [False, True])
 def test_joined_outputs_are_one_row(name: str, carries: bool) -> None:
-    """Two outputs, the second one first, with a penalty beside the score, which verl copies to both."""
-    penalty, values = torch.rand(2, 4), torch.rand(2, 4)
-    mask, scores = torch.tensor([[1, 1, 0, 0], [0, 1, 0, 1]]), torch.tensor([[0, 0, 0, 1.0]] * 2)
+    """Three outputs, the last one first, with a penalty beside the score, which verl copies to all."""
+    penalty, values = torch.rand(3, 4), torch.rand(3, 4)
+    mask = torch.tensor([[1, 1, 0, 0], [0, 1, 0, 1], [1, 0, 1, 1]])
+    scores, order = torch.tensor([[0, 0, 0, 1.0]] * 3), [1, 2, 0]
     columns = {"token_level_scores": scores, "values": values}
-    data = tiny_verl.trainer_batch(scores - penalty, mask, np.array(["a"] * 2, dtype=object), **columns)
+    data = tiny_verl.trainer_batch(scores - penalty, mask, np.array(["a"] * 3, dtype=object), **columns)
     options = {"carry_rewards": carries, "session_outputs": "joined"}
     config = OmegaConf.create({"gamma": 0.9, "grpo_kernels": options})
-    got = computed(name, data, config, ["a_0_1", "a_0_0"], gamma=0.9, lam=0.8)["returns"]
-    rewards = scores * torch.tensor([[1], [0]]) - penalty
-    rewards, whole, critic = (value.flip(0).reshape(1, 8) for value in (rewards, mask, values))
+    got = computed(name, data, config, ["a_0_2", "a_0_0", "a_0_1"], gamma=0.9, lam=0.8)["returns"]
+    rewards = scores * torch.tensor([[1], [0], [0]]) - penalty
+    rewards, whole, critic = (value[order].reshape(1, 12) for value in (rewards, mask, values))
     settings = gk.TokenAdvantageConfig(
         name, gamma=0.9, carry_rewards=carries, **({"lam": 0.8} if name == "gae" else {})
     )
     want = gk.token_advantages(rewards, critic if name == "gae" else None, mask=whole, config=settings).returns
-    torch.testing.assert_close(got * mask, (want.view(2, 4).flip(0) * mask).float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((got * mask)[order], (want.view(3, 4) * mask[order]).float(), rtol=1e-5, atol=1e-5)
     assert torch.equal(data.batch["token_level_rewards"], scores - penalty)  # which verl puts back into its queue
 
 
