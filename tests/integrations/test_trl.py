@@ -94,7 +94,7 @@ ROWS: dict[str, dict[str, Any]] = {
         **{"importance_sampling_level": "sequence", "loss_type": "grpo"},
         **{"epsilon": 3e-4, "epsilon_high": 4e-4},
     },
-    "delta": {"beta": 0.0, "delta": 1.5, "num_iterations": 2},
+    "delta": {"beta": 0.0, "delta": 1.5, "num_iterations": 2, "reward_weights": [1.0, 0.3]},
     "plain KL": {"use_bias_correction_kl": False, "epsilon": 0.05},
     "high entropies": {"top_entropy_quantile": 0.4, "entropy_coef": 0.02, "temperature": 0.7},
     "entropy bonus": {"entropy_coef": 0.05, "loss_type": "bnpo"},

@@ -180,6 +180,7 @@ def test_segments_are_those_of_the_op(tmp_path: Path) -> None:
     output = {name: torch.cat([mask, mask.roll(1, 0)]) for name, mask in OUTPUT.items()}
     mask = (output["completion_mask"] * output["tool_mask"]).bool()
     rewards = torch.cat([REWARDS, REWARDS.flip(0) + 1])
+    rewards[6, 1] = 150.0  # the better of two responses if rewards had equal weights
     rewards[2] = float("nan")  # of a completion without a reward
     trainer._scored = rewards
     placed = torch.zeros(8, 3)
