@@ -18,6 +18,7 @@ from grpo_conformance.report import START, THREADS, markdown
 
 from tests.conformance.plain import Plain
 
+CASES = (*INVARIANTS, *CONVENTIONS)
 WRONG = """
 class Wrong:
     name = "mine<b>"
@@ -32,11 +33,19 @@ RIGHT = "from tests.conformance.plain import Plain\nadapter = Plain()\n"
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    result = {}
-    for name, code in {"wrong": WRONG, "right": RIGHT}.items():
+    (tmp_path / "beside_the_adapter.py").write_text(RIGHT)
+    codes = {
+        "wrong": WRONG,
+        "right": "from beside_the_adapter import adapter\n",
+        "broken": WRONG.replace("batch.rewards -", "1 / 0 -"),
+        "nothing": "x = 1\n",
+        "no method": "class A: name = 'a'\nadapter = A()\n",
+        "lacks": WRONG.replace("def", "lacks = ['packing']\n\n    def"),
+        "import": "import absent_package\n",
+    }
+    for name, code in codes.items():
         (tmp_path / f"{name}.py").write_text(code)
-        result[name] = str(tmp_path / f"{name}.py")
-    return result
+    return {name: str(tmp_path / f"{name}.py") for name in codes}
 
 
 def test_the_status_says_whether_an_invariant_fails(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,11 +57,7 @@ def test_the_status_says_whether_an_invariant_fails(files: dict[str, str], capsy
     assert "masked-vote | mine<b> | row 1 is -31.67, not 1; row 2 is -33.67, not -1" in out
     first = next(line for line in out.splitlines() if line.startswith("mean "))
     assert first.split() == ["mean", "NO", "yes"]
-
-
-def test_an_adapter_that_breaks_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "mine.py").write_text(WRONG.replace("batch.rewards -", "1 / 0 -"))
-    assert main([str(tmp_path / "mine.py")]) == 1
+    assert main([files["broken"]]) == 1
     assert "masked-vote | mine<b> | raises ZeroDivisionError: division by zero" in capsys.readouterr().out
 
 
@@ -61,9 +66,10 @@ def test_what_is_written(files: dict[str, str], tmp_path: Path) -> None:
     options = [part for kind, path in paths.items() for part in (f"--{kind}", str(path))]
     assert main([files["wrong"], files["right"], *options]) == 1
     page, table = paths["html"].read_text(), paths["markdown"].read_text()
+    assert set(THREADS) <= {case.name for case in CASES}
     for text in (page, table):
         assert "row 1 is -31.67, not 1" in text
-        for case in (*INVARIANTS, *CONVENTIONS):
+        for case in CASES:
             assert case.title in text.replace("&#x27;", "'")
             for thread in THREADS.get(case.name, "").split():
                 name, number = thread.split("#")
@@ -76,78 +82,50 @@ def test_what_is_written(files: dict[str, str], tmp_path: Path) -> None:
     assert "<td>masked-vote</td><td>mine&lt;b&gt;</td><td>row 1 is -31.67, not 1; row 2" in page
 
 
-def test_threads_are_of_cases() -> None:
-    assert set(THREADS) <= {case.name for case in (*INVARIANTS, *CONVENTIONS)}
-
-
 def test_an_introduction_is_kept(files: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text(f"# Title\n\nWords.\n\n{START}\n\nold tables\n")
     assert main([files["right"], "--markdown", str(path)]) == 0
     text = path.read_text()
     assert text.startswith(f"# Title\n\nWords.\n\n{START}\n\n## Invariants\n\n| case |") and "old tables" not in text
-    assert text == markdown({"plain": run(Plain(), (*INVARIANTS, *CONVENTIONS))}, text)
+    assert text == markdown({"plain": run(Plain(), CASES)}, text)
 
 
 @pytest.mark.parametrize(
-    "content, error",
+    "arguments, error",
     [
-        ("x = 1\n", "must define `adapter`, an object with a name, got None"),
-        ("class A: name = 'a'\nadapter = A()\n", "must have one of the methods advantages, token_advantages, loss"),
-        (WRONG.replace("def", "lacks = ['packing']\n\n    def"), "may lack rollouts of several rows, uneven groups"),
-        ("import absent_package\n", "cannot be imported: ModuleNotFoundError: No module named 'absent_package'"),
+        (["nothing"], "must define `adapter`, an object with a name, got None"),
+        (["no method"], "must have one of the methods advantages, token_advantages, loss"),
+        (["lacks"], "may lack rollouts of several rows, uneven groups"),
+        (["import"], "cannot be imported: ModuleNotFoundError: No module named 'absent_package'"),
+        (["ver"], "adapter must be one of grpo_kernels, grpo_trainer, trl, fused_trl, verl, fused_verl or the path of"),
+        (["absent.py"], "or the path of a .py file, got 'absent.py'"),
+        (["verl"], "'verl' cannot be imported: ModuleNotFoundError: No module named 'grpo_conformance.adapters.a"),
+        (["right", "right"], "adapters must have different names, got plain twice"),
+        (["right", "--html", "/absent/page.html"], "[Errno 2] No such file or directory: '/absent/page.html'"),
     ],
 )
-def test_files_that_are_no_adapters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, error: str
+def test_errors(
+    files: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    error: str,
 ) -> None:
-    (tmp_path / "mine.py").write_text(content)
-    assert main([str(tmp_path / "mine.py")]) == 2
+    monkeypatch.setitem(adapters.BUILT_IN, "verl", ("absent_module", "Verl"))
+    assert main([files.get(argument, argument) for argument in arguments]) == 2
     printed = capsys.readouterr().err
     assert error in printed and printed.startswith("grpo-conformance: ") and printed.count("\n") == 1
 
 
-def test_names_that_are_no_adapters(
-    files: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(adapters.BUILT_IN, "verl", ("absent_module", "Verl"))
-    for arguments, error in (
-        (["ver"], "adapter must be one of grpo_kernels, grpo_trainer, trl, fused_trl, verl, fused_verl or the path of"),
-        (["absent.py"], "or the path of a .py file, got 'absent.py'"),
-        (
-            ["verl"],
-            "adapter 'verl' cannot be imported: ModuleNotFoundError: No module named 'grpo_conformance.adapters.a",
-        ),
-        ([files["right"], files["right"]], "adapters must have different names, got plain twice"),
-    ):
-        assert main(arguments) == 2
-        assert error in capsys.readouterr().err
-
-
-def test_a_path_that_cannot_be_written(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([files["right"], "--html", "/absent/page.html"]) == 2
-    assert capsys.readouterr().err == "grpo-conformance: [Errno 2] No such file or directory: '/absent/page.html'\n"
-
-
-def test_an_adapter_imports_modules_beside_it(tmp_path: Path) -> None:
-    (tmp_path / "beside_the_adapter.py").write_text(RIGHT)
-    (tmp_path / "mine.py").write_text("from beside_the_adapter import adapter\n")
-    assert main([str(tmp_path / "mine.py")]) == 0
-
-
-def test_adapters_use_public_names_of_the_kernels_alone() -> None:
-    folder = Path(adapters.__file__).parent
-    imports = {
-        line.strip() for path in folder.glob("*.py") for line in path.read_text().splitlines() if "import" in line
-    }
+def test_adapters_use_public_names_of_the_kernels_and_the_package_needs_torch_alone() -> None:
+    sources = [path.read_text() for path in Path(adapters.__file__).parent.glob("*.py")]
+    imports = {line.strip() for source in sources for line in source.splitlines() if "import" in line}
     assert {line for line in imports if "grpo_kernels" in line} == {
         "import grpo_kernels as gk",
         "from grpo_kernels.integrations.trl import FusedGRPOTrainer",
         "from grpo_kernels.integrations.verl import fused_ppo_loss, patch_verl, unpatch_verl",
     }
-
-
-def test_the_package_needs_torch_alone() -> None:
     code = (
         "import sys, torch; before = set(sys.modules); import grpo_conformance.__main__; "
         "new = {m.split('.')[0] for m in set(sys.modules) - before}; "

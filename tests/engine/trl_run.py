@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from trl import GRPOConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
@@ -41,15 +40,8 @@ def main(kind: str, dtype: str, model: str, file: str, config: str) -> None:
     if kind == "patched":
         patch_trl()
     trainer_type, options = KINDS[kind]
-    settings = tiny_trl.settings(Path(tempfile.mkdtemp()), use_vllm=True, **json.loads(config))
-    trainer = trainer_type(
-        model,
-        [tiny_trl.many_a, tiny_trl.few_b],
-        GRPOConfig(**settings),
-        tiny_trl.prompts(),
-        processing_class=tiny_trl.tokenizer(),
-        **options,
-    )
+    changes = {"use_vllm": True, **json.loads(config)}
+    trainer = tiny_trl.trainer(Path(tempfile.mkdtemp()), trainer_type, changes, model=model, **options)
     trainer.losses = []
     generate, tokens = trainer.vllm_generation.generate, []
 

@@ -1,8 +1,13 @@
-"""FusedGRPOTrainer against GRPOTrainer: the same seed and data give the same losses, gradients and metrics."""
+"""FusedGRPOTrainer with each head, and patch_trl, against GRPOTrainer: the same seed gives the same training.
+
+Losses of micro-batches, metrics of steps, an evaluation that is larger than a generation, and the weights.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +17,9 @@ import torch
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
+import grpo_kernels as gk
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 from grpo_kernels.ops.policy_loss.trl_fields import TRL_LOSS_TYPES
 from tests.harness import quick
@@ -45,28 +51,15 @@ class Ours(_Recorded, FusedGRPOTrainer):
         super().__init__(*arguments, **({} if "segments" in options else {"masked_rows": "vote"}), **options)
 
 
-def trained(kind: type, folder: Path, **changes: Any) -> Any:
-    trainer = kind(
-        tiny_trl.model(),
-        [tiny_trl.many_a, tiny_trl.few_b],
-        GRPOConfig(**tiny_trl.settings(folder, **changes)),
-        tiny_trl.prompts(),
-        processing_class=tiny_trl.tokenizer(),
-    )
-    trainer.losses = []
-    trainer.train()
-    return trainer
-
-
 def figures(trainer: Any) -> list[dict[str, float]]:
     # Trainer logs NaN, such as the deviation of rewards that are None, as None
+    entries = [
+        {name: math.nan if value is None else value for name, value in entry.items()}
+        for entry in trainer.state.log_history
+    ]
+    steps = [entry for entry in entries if "train_runtime" not in entry]
     return [
-        {
-            name: math.nan if value is None else value
-            for name, value in entry.items()
-            if not any(part in name for part in TIMED)
-        }
-        for entry in trainer.state.log_history[:-1]
+        {name: value for name, value in entry.items() if not any(part in name for part in TIMED)} for entry in steps
     ]
 
 
@@ -82,13 +75,9 @@ def record(trainer: Any) -> Record:
     return Record(trainer.losses, figures(trainer), trainer.model.state_dict())
 
 
-def assert_same(ours: Any, theirs: Any) -> None:
-    assert_same_records(record(ours), record(theirs))
-
-
 def assert_same_records(ours: Record, theirs: Record) -> None:
     assert len(ours.losses) == len(theirs.losses) > 0
-    # float32 over twenty steps, with terms that cancel in the loss
+    # float32 over several steps, with terms that cancel in the loss
     assert ours.losses == pytest.approx(theirs.losses, rel=2e-4, abs=2e-5)
     for got, expected in zip(ours.figures, theirs.figures, strict=True):
         assert got.keys() == expected.keys()
@@ -98,65 +87,87 @@ def assert_same_records(ours: Record, theirs: Record) -> None:
         torch.testing.assert_close(ours.weights[name], weight, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("loss_type", quick(TRL_LOSS_TYPES, "vespo"))
-def test_twenty_steps_of_every_loss(tmp_path: Path, loss_type: str) -> None:
-    ours, theirs = (trained(kind, tmp_path, loss_type=loss_type) for kind in (Ours, Theirs))
-    assert_same(ours, theirs)
-    assert max(abs(loss) for loss in ours.losses) > 1e-3 and any("kl" in entry for entry in figures(ours))
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {"importance_sampling_level": "sequence", "epsilon_high": 0.28},
-    {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4},
-    {"beta": 0.0, "delta": 1.5, "num_iterations": 2},
-    {"use_bias_correction_kl": False, "epsilon": 0.05},
-    {"top_entropy_quantile": 0.4, "entropy_coef": 0.02},
-    {"entropy_coef": 0.05, "loss_type": "bnpo"},
-    {
-        "use_adaptive_entropy": True,
-        "entropy_target": 2.2,
-        "entropy_coef": 0.01,
-        "entropy_coef_delta": 0.01,
-        "entropy_coef_min": 0.0,
-        "entropy_coef_max": 0.1,
+ROWS: dict[str, dict[str, Any]] = {
+    **{loss_type: {"loss_type": loss_type} for loss_type in TRL_LOSS_TYPES},
+    "gspo": {"importance_sampling_level": "sequence", "epsilon_high": 0.28},
+    "gspo that clips": {
+        **{"importance_sampling_level": "sequence", "loss_type": "grpo"},
+        **{"epsilon": 3e-4, "epsilon_high": 4e-4},
     },
-    {"off_policy_mask_threshold": 1e-3, "num_iterations": 3, "beta": 0.0},
-    {"scale_rewards": "batch"},
-    {"scale_rewards": "none", "reward_weights": [1.0, 0.3]},
-    {"multi_objective_aggregation": "normalize_then_sum"},
-    {"mask_truncated_completions": True},
-]
+    "delta": {"beta": 0.0, "delta": 1.5, "num_iterations": 2, "reward_weights": [1.0, 0.3]},
+    "plain KL": {"use_bias_correction_kl": False, "epsilon": 0.05},
+    "high entropies": {"top_entropy_quantile": 0.4, "entropy_coef": 0.02, "temperature": 0.7},
+    "entropy bonus": {"entropy_coef": 0.05, "loss_type": "bnpo"},
+    "adaptive entropy": {
+        **{"use_adaptive_entropy": True, "entropy_target": 2.2, "entropy_coef": 0.01, "entropy_coef_delta": 0.01},
+        **{"entropy_coef_min": 0.0, "entropy_coef_max": 0.1, "max_steps": 20},
+    },
+    "off-policy rows": {"off_policy_mask_threshold": 1e-3, "num_iterations": 3, "beta": 0.0},
+    "scaled by the batch": {"scale_rewards": "batch"},
+    "not scaled": {"scale_rewards": "none", "reward_weights": [1.0, 0.3]},
+    "normalized apart": {"multi_objective_aggregation": "normalize_then_sum"},
+    "truncated": {"mask_truncated_completions": True},
+    "adapters": {},
+}
+# without --all
+BY_DEFAULT = ("vespo", "sapo", "gspo that clips", "delta", "plain KL", "high entropies", "adaptive entropy", "adapters")
+KINDS = {"theirs": Theirs, "ours": Ours, "fused": functools.partial(Ours, head="fused")}
+Run = Callable[..., Record]
 
 
-@pytest.mark.parametrize("options", quick(OPTIONS, *OPTIONS[::3]), ids=lambda options: ",".join(options))
-def test_options(tmp_path: Path, options: dict[str, Any]) -> None:
-    ours, theirs = (trained(kind, tmp_path, max_steps=8, **options) for kind in (Ours, Theirs))
-    assert_same(ours, theirs)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Trains a kind of trainer with the settings of a row, and evaluates it; each run is made once."""
+    folder = tmp_path_factory.mktemp("runs")
 
-
-def test_evaluation(tmp_path: Path) -> None:
-    result = []
-    for kind in (Ours, Theirs):
-        trainer = kind(
-            tiny_trl.model(),
-            [tiny_trl.many_a],
-            GRPOConfig(**tiny_trl.settings(tmp_path, per_device_eval_batch_size=8)),
-            tiny_trl.prompts(),
-            tiny_trl.prompts(),
-            processing_class=tiny_trl.tokenizer(),
-        )
+    @functools.cache
+    def result(kind: str, row: str) -> Record:
+        options = {}
+        if row == "adapters":
+            peft = pytest.importorskip("peft")
+            options = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])}
+        changes = {"max_steps": 8, "per_device_eval_batch_size": 24} | ROWS[row]
+        torch.manual_seed(0)
+        trainer: Any = tiny_trl.trainer(folder, KINDS[kind], changes, eval_dataset=tiny_trl.prompts(), **options)
         trainer.losses = []
-        result.append({k: v for k, v in trainer.evaluate().items() if not any(part in k for part in TIMED)})
-    assert result[0].keys() == result[1].keys()
-    assert result[0] == pytest.approx(result[1], rel=1e-4, abs=1e-5, nan_ok=True)
-    assert math.isfinite(result[0]["eval_loss"])
+        trainer.train()
+        trainer.evaluate()
+        trained = record(trainer)
+        logged = {f"advantage {i}": value for i, value in enumerate(trainer._logs["advantages"])}
+        return trained._replace(figures=[*trained.figures, logged])
+
+    return result
 
 
-def test_patched_head_and_log_probs(tmp_path: Path) -> None:
-    theirs = trained(Theirs, tmp_path, max_steps=6)
+@pytest.mark.parametrize("kind", ["ours", "fused"])
+@pytest.mark.parametrize("row", quick(ROWS, *BY_DEFAULT))
+def test_training_is_trls(run: Run, row: str, kind: str) -> None:
+    ours = run(kind, row)
+    assert_same_records(ours, run("theirs", row))
+    assert max(abs(loss) for loss in ours.losses) > 1e-3 and math.isfinite(ours.figures[-2]["eval_loss"])
+    if row == "adapters":
+        assert any("lora" in name and weight.any() for name, weight in ours.weights.items())
+    elif "beta" not in ROWS[row]:
+        assert any("kl" in entry for entry in ours.figures)
+
+
+@pytest.mark.parametrize("kind", ["theirs", "fused"])
+def test_training_with_patched_log_probs(run: Run, kind: str) -> None:
     patch_trl()
     try:
-        ours = trained(Theirs, tmp_path, max_steps=6)
+        patched = run.__wrapped__(kind, "dapo")  # type: ignore[attr-defined]
     finally:
         unpatch_trl()
-    assert_same(ours, theirs)
+    assert_same_records(patched, run("theirs", "dapo"))
+
+
+@pytest.mark.parametrize("options", [{"segments": gk.SegmentConfig()}, {"loss": gk.LossConfig(loss="topr")}], ids=str)
+def test_both_heads_train_alike_without_a_peer(tmp_path: Path, options: dict[str, Any]) -> None:
+    changes = {"scale_rewards": "none", "use_bias_correction_kl": False}
+    records = []
+    for head in ("logprobs", "fused"):
+        trainer = tiny_trl.trainer(tmp_path, Ours, changes, head=head, **options)
+        trainer.losses = []
+        trainer.train()
+        records.append(record(trainer))
+    assert_same_records(*records)

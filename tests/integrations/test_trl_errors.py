@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -14,89 +16,114 @@ pytest.importorskip("datasets")
 import trl
 
 import grpo_kernels as gk
+from grpo_kernels.integrations.trl import head as _head
 from grpo_kernels.integrations.trl import patch_trl
-from tests.integrations.test_trl_parts import letters, made
+from grpo_kernels.integrations.trl.arguments import check_segments
+from tests.integrations import tiny_trl
+from tests.integrations.tiny_trl import letters
+from tests.integrations.tiny_trl import trainer as made
+
+SIMILAR = {"similarity": gk.SimilarityConfig(), "embedder": letters}
+SEGMENTS = {"segments": gk.SegmentConfig()}
+PLAIN: dict[str, Any] = {"scale_rewards": "none", "use_bias_correction_kl": False}
+KEPT = {"top_entropy_quantile": 0.5}
+
+# arguments of the trainer, fields of GRPOConfig, and the error after the trainer's name
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"similarity": gk.SimilarityConfig()}, {}, "similarity and embedder go together, got no embedder"),
+    ({"embedder": letters}, {}, "similarity and embedder go together, got no similarity"),
+    (SIMILAR | SEGMENTS, {}, "similarity and segments exclude each other"),
+    (SEGMENTS | {"advantages": gk.AdvantageConfig()}, {}, "advantages and segments exclude"),
+    (SEGMENTS | {"loss": gk.LossConfig()}, {}, "loss and segments exclude"),
+    ({"loss": gk.LossConfig(aggregation="token-sum")}, {}, "loss.aggregation must be left out, .* got 'token-sum'"),
+    ({"loss": gk.LossConfig(ratio="segment")}, {}, "loss.ratio must not be 'segment', .* no segments; pass segm"),
+    ({"loss": gk.LossConfig(ratio="segment_mean")}, {}, "loss.ratio must not be 'segment_mean'"),
+    (
+        {"loss": gk.LossConfig("geo_mean", aggregation="seq-mean-token-sum")},
+        {},
+        "loss.loss must not be 'geo_mean', who",
+    ),
+    ({"advantages": gk.AdvantageConfig(reward_weights=(1.0, 2.0))}, {}, "advantages.reward_weights must be left out"),
+    ({"advantages": gk.AdvantageConfig("remax")}, {}, "advantages must not need baselines, .* got estimator 'remax'"),
+    ({"advantages": gk.AdvantageConfig(shrinkage=4.0)}, {}, "similarity and embedder must be given for advantages"),
+    (SEGMENTS, {}, "scale_rewards must be 'none' with segments, got 'group'"),
+    (SEGMENTS, PLAIN | {"importance_sampling_level": "sequence"}, "importance_sampling_level must be 'token'"),
+    (SEGMENTS, PLAIN | {"loss_type": "vespo"}, "loss_type must not be 'vespo' with segments"),
+    (SEGMENTS, {"scale_rewards": "none"}, "use_bias_correction_kl must be False"),
+    (SEGMENTS | {"masked_rows": "vote"}, PLAIN, "masked_rows must be 'leave_out' with segments, .*, got 'vote'"),
+    (SEGMENTS | {"flat_groups": "leave_out"}, PLAIN, "flat_groups must be 'keep' with segments"),
+    (SEGMENTS, PLAIN | {"multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation must be 's"),
+    ({"advantages": "rloo"}, {}, r"advantages must be of AdvantageConfig, .*; AdvantageConfig\.of\('rloo'\)"),
+    ({"loss": "topr"}, {}, r"loss must be of LossConfig, got str 'topr'; LossConfig\('topr'\) is one$"),
+    ({"loss": "no"}, {}, r"loss must be of LossConfig, got str 'no'$"),
+    ({"heads": "fused"}, {}, r"keywords must be one of similarity, .*got 'heads' \(did you mean 'head'\?\)$"),
+    ({"similarity": "average", "embedder": letters}, {}, "similarity must be of SimilarityConfig, got str 'average'"),
+    ({"segments": 3}, {}, "segments must be of SegmentConfig, got int 3$"),
+    (SIMILAR | {"embedder": "minilm"}, {}, "embedder must be a function .* str 'minilm'"),
+    ({"backend": "gpu"}, {}, "backend must be one of kernel, reference, got 'gpu'"),
+    ({"masked_rows": "leave-out"}, {}, r"masked_rows must be one of leave_out, vote, got 'leave-out' \(did you mean"),
+    ({"flat_groups": "leaveout"}, {}, r"flat_groups must be one of keep, leave_out, got 'leaveout' \(did you mean"),
+    ({"entropy_mean": "batches"}, {}, "entropy_mean must be one of micro_batch, batch, got 'batches'"),
+    ({"head": "fuse"}, {}, "head must be one of logprobs, fused, got 'fuse'"),
+    ({"entropy_mean": "batch"}, KEPT, r"entropy_mean must be 'micro_batch' with top_entropy_quantile, .* with 0\.5"),
+    ({"head": "fused"}, {"torch_compile": True}, "torch_compile must be False for head='fused', as"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "changes", "message"),
-    [
-        ({"similarity": gk.SimilarityConfig()}, {}, "similarity and embedder go together, got no embedder"),
-        ({"embedder": letters}, {}, "similarity and embedder go together, got no similarity"),
-        ({"similarity": gk.SimilarityConfig(), "embedder": letters, "segments": gk.SegmentConfig()}, {}, "exclude"),
-        ({"segments": gk.SegmentConfig(), "advantages": gk.AdvantageConfig()}, {}, "advantages and segments exclude"),
-        ({"segments": gk.SegmentConfig(), "loss": gk.LossConfig()}, {}, "loss and segments exclude"),
-        ({"loss": gk.LossConfig(aggregation="token-sum")}, {}, "loss.aggregation must be left out, .* got 'token-sum'"),
-        (
-            {"loss": gk.LossConfig(ratio="segment")},
-            {},
-            "loss.ratio must not be 'segment', .* have no segments; pass segm",
-        ),
-        ({"loss": gk.LossConfig(ratio="segment_mean")}, {}, "loss.ratio must not be 'segment_mean'"),
-        (
-            {"loss": gk.LossConfig(loss="geo_mean", aggregation="seq-mean-token-sum")},
-            {},
-            "loss.loss must not be 'geo_mean', whose mean is not one of loss_type's",
-        ),
-        ({"advantages": gk.AdvantageConfig(reward_weights=(1.0, 2.0))}, {}, "reward_weights must be left out"),
-        (
-            {"advantages": gk.AdvantageConfig("remax")},
-            {},
-            "must not need baselines, .* got estimator 'remax'",
-        ),
-        ({"advantages": gk.AdvantageConfig(shrinkage=4.0)}, {}, "similarity and embedder must be given for advantages"),
-        ({"segments": gk.SegmentConfig()}, {}, "scale_rewards must be 'none' with segments, got 'group'"),
-        (
-            {"segments": gk.SegmentConfig()},
-            {"scale_rewards": "none", "importance_sampling_level": "sequence"},
-            "importance_sampling_level must be 'token'",
-        ),
-        ({"segments": gk.SegmentConfig()}, {"scale_rewards": "none", "loss_type": "vespo"}, "loss_type must not be"),
-        ({"segments": gk.SegmentConfig()}, {"scale_rewards": "none"}, "use_bias_correction_kl must be False"),
-        (
-            {"segments": gk.SegmentConfig(), "masked_rows": "vote"},
-            {"scale_rewards": "none"},
-            "masked_rows must be 'leave_out' with segments, which need tokens to take part, got 'vote'",
-        ),
-        (
-            {"segments": gk.SegmentConfig()},
-            {"scale_rewards": "none", "multi_objective_aggregation": "normalize_then_sum"},
-            "multi_objective_aggregation must be 'sum_then_normalize'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "changes", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_refused_at_construction(tmp_path: Path, options: Any, changes: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"FusedGRPOTrainer: .*{message}"):
+    with pytest.raises((TypeError, ValueError), match=f"^FusedGRPOTrainer: {message}"):
         made(tmp_path, changes=changes, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"advantages": "rloo"}, r"advantages must be of AdvantageConfig, .*; AdvantageConfig\.of\('rloo'\)"),
-        ({"loss": "topr"}, r"loss must be of LossConfig, got str 'topr'; LossConfig\('topr'\) is one$"),
-        ({"loss": "no"}, r"loss must be of LossConfig, got str 'no'$"),
-        ({"heads": "fused"}, r"keywords must be one of similarity, .*got 'heads' \(did you mean 'head'\?\)$"),
-        ({"similarity": "average", "embedder": letters}, "similarity must be of SimilarityConfig, got str 'average'"),
-        ({"segments": 3}, "segments must be of SegmentConfig, got int 3$"),
-        ({"embedder": "minilm", "similarity": gk.SimilarityConfig()}, "embedder must be a function .* str 'minilm'"),
-        ({"backend": "gpu"}, "backend must be one of kernel, reference, got 'gpu'"),
-        ({"masked_rows": "leave-out"}, r"masked_rows must be one of leave_out, vote, got 'leave-out' \(did you mean"),
-    ],
-)
-def test_arguments_of_another_type(tmp_path: Path, options: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"^FusedGRPOTrainer: {message}"):
-        made(tmp_path, **options)
-    with pytest.raises(TypeError, match=r"^patch_trl: head must be a bool, got str 'no'"):
-        patch_trl(head="no")  # type: ignore[arg-type]
+def test_evaluation_of_segments_keeps_prompts_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The baseline is a prompt's mean, so each process needs all completions of its prompts."""
+    changes = PLAIN | {"eval_strategy": "steps"}
+    trainer = made(tmp_path, changes=changes, eval_dataset=tiny_trl.prompts(), **SEGMENTS)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    trainer.args.per_device_eval_batch_size = 8
+    check_segments(trainer)
+    trainer.args.per_device_eval_batch_size = 6
+    with pytest.raises(ValueError, match=r"per_device_eval_batch_size must hold whole groups of 4 .*, got 6"):
+        check_segments(trainer)
+
+
+def test_a_fused_head_that_is_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = SimpleNamespace(torch_compile=False, fsdp=["full_shard"], deepspeed="zero3.json", top_entropy_quantile=0.5)
+    of_one = SimpleNamespace(num_processes=1)
+    trainer = SimpleNamespace(args=args, is_fsdp_enabled=False, top_entropy_quantile=0.5, accelerator=of_one)
+    trainer.model = torch.nn.Linear(2, 2)
+    _head.check_fused(trainer)
+    split = SimpleNamespace(parameters=lambda: [type("DTensor", (), {})()])
+    for name, value, message in (
+        ("accelerator", SimpleNamespace(num_processes=2), "top_entropy_quantile must be 1 with several .*, got 0.5$"),
+        ("is_fsdp_enabled", True, r"fsdp must be off for head='fused', whose ranks .*, got \['full_shard'\]$"),
+        ("model", split, "fsdp must be off for head='fused'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _head.check_fused(SimpleNamespace(**vars(trainer) | {name: value}))
+    monkeypatch.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ValueError, match=r"deepspeed must not be ZeRO-3 for head='fused', .*, got 'zero3.json'$"):
+        _head.check_fused(trainer)
+
+
+def test_a_forward_of_trl_that_scores_other_tokens() -> None:
+    inputs = _head.HeadInputs(torch.ones(2, 4), gk.LMHead(torch.ones(3, 4)), torch.ones(2).long(), 1.0)
+    tokens = _head.TokenInputs(None, torch.ones(1), torch.ones(1, 3).bool(), None, None, None)
+    with pytest.raises(RuntimeError, match="needs the hidden states of 3 tokens from TRL's forward, got 2"):
+        _head.packed_policy_loss(inputs, tokens, torch.ones(1, 3).bool())
 
 
 def test_other_versions_and_unsloth_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(trl, "__version__", "1.15.2")
-        with pytest.raises(ImportError, match=r"FusedGRPOTrainer: needs TRL 1\.16 or later, got 1\.15\.2"):
-            made(tmp_path)
-    monkeypatch.setitem(sys.modules, "unsloth", sys)
-    for call in (patch_trl, lambda: made(tmp_path)):
-        with pytest.raises(RuntimeError, match="Unsloth has rewritten"):
-            call()
+    with pytest.raises(TypeError, match=r"^patch_trl: head must be a bool, got str 'no'"):
+        patch_trl(head="no")  # type: ignore[arg-type]
+    calls = {"FusedGRPOTrainer": lambda: made(tmp_path), "patch_trl": patch_trl}
+    for name, call in calls.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(trl, "__version__", "1.15.2")
+            with pytest.raises(ImportError, match=rf"{name}: needs TRL 1\.16 or later, got 1\.15\.2"):
+                call()
+            patched.undo()
+            patched.setitem(sys.modules, "unsloth", sys)
+            with pytest.raises(RuntimeError, match="Unsloth has rewritten"):
+                call()

@@ -1,10 +1,15 @@
-"""A policy term that TRL does not have, beside the KL, the correction and the mean of GRPOConfig."""
+"""The loss of a micro-batch, with each head: against GRPOTrainer's, a formula, or the other head.
+
+The faults to notice: a token of a tool or of padding in the loss, a term with another token's value, a change of the
+logits after the head that is left out, a term or filter of TRL that is missing, another mean; logits in memory.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,15 +18,175 @@ from torch import Tensor
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
-import grpo_kernels as gk
-from grpo_kernels.integrations.trl import composed
-from tests.integrations.test_trl_parts import made, micro_batch
+from trl import GRPOTrainer
 
-TERMS = {
-    "icepop": gk.LossConfig(loss="icepop", clip_high=0.1),
-    "topr": gk.LossConfig(loss="topr"),
-    "sequence": gk.LossConfig(ratio="sequence", dual_clip=3.0),
-}
+import grpo_kernels as gk
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, composed
+from grpo_kernels.integrations.trl import head as _head
+from grpo_kernels.ops.policy_loss.trl_fields import TRL_LOSS_TYPES
+from tests.integrations import tiny_models
+from tests.integrations.tiny_trl import micro_batch
+from tests.integrations.tiny_trl import trainer as made
+
+on_heads = pytest.mark.parametrize("head", _head.HEADS)
+
+
+def step(trainer: Any, kind: Any, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
+    """The loss of a kind of trainer, its gradients, and what it logs."""
+    trainer.model.zero_grad()
+    trainer._metrics["train"].clear()
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 2
+    loss = kind._compute_loss(trainer, trainer.model, dict(inputs))
+    loss.backward()
+    weights = trainer.model.named_parameters()
+    gradients = {name: weight.grad.clone() for name, weight in weights if weight.grad is not None}
+    return loss.detach(), gradients, {name: value[0] for name, value in trainer._metrics["train"].items()}
+
+
+def assert_same_step(got: Any, want: Any) -> None:
+    # float32: terms around 1, some of which cancel
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-6)
+    assert got[2] == pytest.approx(want[2], rel=1e-5, abs=1e-6, nan_ok=True)
+
+
+FILTERS = {"off_policy_mask_threshold": 0.2, "top_entropy_quantile": 0.4, "entropy_coef": 0.02}
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("changes", [{}, FILTERS], ids=["plain", "filters"])
+@pytest.mark.parametrize("by_row", [False, True], ids=["token", "row"])
+@pytest.mark.parametrize("loss_type", TRL_LOSS_TYPES)
+@on_heads
+def test_a_micro_batch_from_vllm_with_tools(
+    tmp_path: Path, head: str, loss_type: str, by_row: bool, changes: dict[str, Any]
+) -> None:
+    """The loss does not need vLLM; the same trainer computes it in both ways."""
+    if loss_type == "vespo" and by_row:
+        pytest.skip("TRL refuses it")
+    trainer = made(tmp_path, changes={"loss_type": loss_type} | changes, head=head)
+    trainer.use_vllm = True
+    inputs = micro_batch(trainer, by_row)
+    assert_same_step(step(trainer, FusedGRPOTrainer, inputs), step(trainer, GRPOTrainer, inputs))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("lengths", [[2, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 3, 0, 0]])
+def test_few_tokens(tmp_path: Path, lengths: list[int], level: str) -> None:
+    """As many tokens as rows must not make advantages of rows those of tokens; no token must not stop a backward."""
+    mask = (torch.arange(6) < torch.tensor(lengths)[:, None]).long()
+    results = []
+    for head in _head.HEADS:
+        trainer = made(tmp_path, changes={"importance_sampling_level": level}, head=head)
+        inputs = micro_batch(trainer) | {"completion_mask": mask, "num_items_in_batch": mask.sum() * 4}
+        del inputs["tool_mask"]
+        results.append(step(trainer, FusedGRPOTrainer, inputs))
+    assert_same_step(*results)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "cohere", "granite", "moe", "images"])
+def test_models_that_change_their_logits_have_experts_or_see_images(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = micro_batch(made(tmp_path))
+    if name == "images":
+        inputs = tiny_models.with_images(inputs)
+    results = []
+    for head in _head.HEADS:
+        lm = tiny_models.vision_model() if name == "images" else tiny_models.model(name)
+        trainer = made(tmp_path, changes={"beta": 0.0}, model=lm, head=head)
+        results += [step(trainer, kind, inputs) for kind in (FusedGRPOTrainer, GRPOTrainer)]
+    for other in results[1:]:
+        assert_same_step(results[0], other)
+    _, gradients, metrics = results[0]
+    assert (name == "moe") == ("aux_loss" in metrics)
+    part = {"moe": "gate", "images": "patch_embed"}.get(name, "layers")
+    assert any(part in each and gradient.any() for each, gradient in gradients.items())
+    if name == "moe":
+        assert metrics["aux_loss"] > 0.1
+    elif name != "images":  # what the head would do without the change matters
+
+        def without(head: Any, *rest: Any, **options: Any) -> Any:
+            lm_head = dataclasses.replace(head.lm_head, softcap=None, logit_scale=1.0)
+            return original(head._replace(lm_head=lm_head), *rest, **options)
+
+        original = _head.packed_policy_loss
+        monkeypatch.setattr(_head, "packed_policy_loss", without)
+        assert abs(step(trainer, FusedGRPOTrainer, inputs)[2]["entropy"] - metrics["entropy"]) > 0.05
+
+
+def test_the_head_gets_no_padding_and_the_loss_three_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = made(tmp_path, head="fused")
+    inputs = micro_batch(trainer)
+    calls: list[tuple[tuple[int, ...], str]] = []
+    original = gk.linear_policy_loss
+
+    def noted(hidden: Tensor, *arguments: Any, **options: Any) -> gk.PolicyLoss:
+        calls.append((tuple(hidden.shape), options.get("memory", "fast")))
+        return original(hidden, *arguments, **options)
+
+    monkeypatch.setattr(gk, "linear_policy_loss", noted)
+    monkeypatch.delattr(gk, "policy_loss")
+    trainer.current_gradient_accumulation_steps = 1
+    node = trainer._compute_loss(trainer.model.train(), inputs).grad_fn
+    assert calls == [((int(inputs["completion_mask"].sum()), 16), "fast")]
+    names = set()
+    while node is not None:
+        names.add(node.name())
+        node = node.next_functions[0][0] if node.next_functions else None
+    assert "PrecomputedGradientBackward" in names
+
+
+def test_no_logits(tmp_path: Path) -> None:
+    """The largest allocation of a step, beside the logits of the scored tokens."""
+    columns = 4096
+    ids = torch.randint(3, columns, (8, 100), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(96) < torch.tensor([96, 96, 90, 80, 96, 70, 96, 96])[:, None]).long()
+    inputs = {"prompt_ids": ids[:, :4], "prompt_mask": torch.ones(8, 4, dtype=torch.long)}
+    inputs |= {"completion_ids": ids[:, 4:], "completion_mask": mask}
+    inputs |= {"num_items_in_batch": mask.sum() * 4, "advantages": torch.linspace(-1, 1, 8)}
+    largest = {}
+    for head in _head.HEADS:
+        lm = tiny_models.model("llama", columns)
+        trainer = made(tmp_path, changes={"beta": 0.0}, model=lm, head=head)
+        largest[head] = tiny_models.largest_allocation(lambda of=trainer: step(of, FusedGRPOTrainer, inputs))
+    logits = 4 * int(mask.sum()) * columns
+    assert largest["logprobs"] >= logits  # on the CPU TRL scores all positions at once
+    assert largest["fused"] <= 0.4 * logits  # a third of the rows at a time
+
+
+def test_a_policy_that_has_not_changed_has_ratios_of_one(tmp_path: Path) -> None:
+    """In bfloat16: the old log-probs come from the head that the loss has."""
+    trainer = made(tmp_path, head="fused")
+    trainer.model.bfloat16()
+    inputs = micro_batch(trainer)
+    with torch.no_grad():
+        inputs["old_per_token_logps"], _, _ = trainer._forward(trainer.model, inputs)
+    seen: list[Any] = []
+    original = trainer._log_loss
+    trainer._log_loss = lambda mode, metrics, aux: (seen.append(metrics), original(mode, metrics, aux))
+    step(trainer, FusedGRPOTrainer, inputs)
+    # the sum over 15 tokens of (ratio - 1)**2, with log-probs of about 10 rounded to float32
+    assert 0 <= seen[0].to_dict()["ratio_spread_sum"] < 15 * (10 * 2**-22) ** 2
+
+
+COLLECTIVES = ("gather", "reduce", "gather_for_metrics")
+
+
+def test_one_collective_a_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {}
+    for kind in (FusedGRPOTrainer, GRPOTrainer):
+        trainer = made(tmp_path, changes={"use_adaptive_entropy": True, "entropy_coef": 0.01})
+        spies = [mock.Mock(wraps=getattr(trainer.accelerator, name)) for name in COLLECTIVES]
+        for name, spy in zip(COLLECTIVES, spies, strict=True):
+            monkeypatch.setattr(trainer.accelerator, name, spy)
+        step(trainer, kind, micro_batch(trainer, True))
+        counts[kind] = sum(spy.call_count for spy in spies)
+    assert counts[FusedGRPOTrainer] == 1 and counts[GRPOTrainer] >= 9
+
+
+# ----------------------------------------------------------------------------------------- terms that TRL does not have
 
 
 def clip_cov(
@@ -31,20 +196,27 @@ def clip_cov(
     return gk.policy_loss(logprobs, old_logprobs, advantages, mask=mask, is_weights=weights * is_weights, **others)
 
 
-@pytest.mark.parametrize("head", ["logprobs", "fused"])
-@pytest.mark.parametrize("name", [*TERMS, "a function"])
+TERMS = {
+    "icepop": gk.LossConfig(loss="icepop", clip_high=0.1),
+    "topr": gk.LossConfig(loss="topr"),
+    "sequence": gk.LossConfig(ratio="sequence", dual_clip=3.0),
+    "a function": clip_cov,
+}
+
+
+@on_heads
+@pytest.mark.parametrize("name", TERMS)
 def test_a_policy_term_that_trl_does_not_have(tmp_path: Path, name: str, head: str) -> None:
+    """Beside the KL, the correction and the mean of GRPOConfig."""
     changes = {"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": False}
-    trainer = made(tmp_path, changes=changes, head=head, loss=TERMS.get(name, clip_cov))
-    plain = made(tmp_path, changes=changes)
-    inputs = micro_batch(trainer, False)
-    for each in (trainer, plain):
-        each.use_vllm, each.current_gradient_accumulation_steps = True, 2
-        each.model.train()
-    loss = trainer._compute_loss(trainer.model, dict(inputs))
+    term: Any = TERMS[name]
+    trainer = made(tmp_path, changes=changes, head=head, loss=term)
+    trainer.use_vllm = True
+    inputs = micro_batch(trainer)
+    loss, _, _ = step(trainer, FusedGRPOTrainer, inputs)
     logprobs, _, _ = trainer._forward(trainer.model, inputs)
     mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
-    function = gk.policy_loss if name in TERMS else clip_cov
+    config, function = (gk.LossConfig(), term) if callable(term) else (term, gk.policy_loss)
     want = function(
         logprobs,
         inputs["old_per_token_logps"],
@@ -53,38 +225,14 @@ def test_a_policy_term_that_trl_does_not_have(tmp_path: Path, name: str, head: s
         ref_logprobs=inputs["ref_per_token_logps"],
         is_weights=inputs["importance_sampling_ratio"],
         normalizer=float(mask.sum()) * 4 * 2 / trainer.args.steps_per_generation,
-        config=dataclasses.replace(TERMS.get(name, gk.LossConfig()), kl="k3", kl_coef=0.1),
+        config=dataclasses.replace(config, kl="k3", kl_coef=0.1),
     ).loss
-    torch.testing.assert_close(loss, want, rtol=1e-6, atol=1e-7)
-    assert float(plain._compute_loss(trainer.model, dict(inputs))) != pytest.approx(float(loss), rel=1e-4)
-
-
-def test_a_mean_that_trl_does_not_have_is_refused(tmp_path: Path) -> None:
-    term = gk.LossConfig(loss="geo_mean", aggregation="seq-mean-token-sum")
-    with pytest.raises(ValueError, match=r"^FusedGRPOTrainer: loss\.loss must not be 'geo_mean'"):
-        made(tmp_path, changes={}, loss=term)
+    torch.testing.assert_close(loss, want.detach(), rtol=1e-6, atol=1e-7)
+    trainer.policy_term = trainer.loss_function = None
+    assert float(step(trainer, FusedGRPOTrainer, inputs)[0]) != pytest.approx(float(loss), rel=1e-4)
 
 
 def test_entropy_floor_without_tokens(tmp_path: Path) -> None:
     trainer = made(tmp_path, changes={"top_entropy_quantile": 0.5})
     floor = composed.entropy_floor(trainer, torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool))
     assert floor.isinf()
-
-
-@pytest.mark.full
-def test_micro_batches_of_segments_add_up_to_the_batch(tmp_path: Path) -> None:
-    """With SGD, to which the size of a gradient matters, unlike to Adam."""
-    changes = {"scale_rewards": "none", "use_bias_correction_kl": False, "optim": "sgd", "learning_rate": 0.5}
-    weights = []
-    for rows, steps in ((8, 1), (4, 2), (2, 4)):
-        split = {"gradient_accumulation_steps": steps, "steps_per_generation": steps}
-        split["per_device_train_batch_size"] = rows
-        trainer = made(
-            tmp_path, changes=changes | split | {"max_steps": 3}, segments=gk.SegmentConfig(group_max_size=3)
-        )
-        before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
-        trainer.train()
-        weights.append({name: weight.detach() - before[name] for name, weight in trainer.model.named_parameters()})
-    assert max(change.abs().max() for change in weights[0].values()) > 1e-3
-    for other in weights[1:]:  # float32 sums in another order, over three steps
-        torch.testing.assert_close(other, weights[0], rtol=1e-3, atol=1e-6)

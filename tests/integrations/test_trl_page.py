@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -25,22 +25,11 @@ pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="tests are run from ou
 
 
 @pytest.mark.parametrize("head", ["logprobs", "fused"])
-def test_clip_cov_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str) -> None:
+def test_clip_cov_of_the_page(tmp_path: Path, head: str) -> None:
     section = PAGE.read_text().split("### A loss of your own\n")[1].split("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    drawn: list[int] = []
-
-    def clip_cov_weights(*arguments: Tensor, **options: Any) -> Tensor:
-        assert (options["clip_low"], options["clip_high"]) == (0.1, 0.3)
-        weights = original(*arguments, **options | {"ratio": 0.5, "bounds": (0.0, 5.0)})
-        drawn.append(int((weights == 0).sum()))
-        return weights
-
-    original = gk.variants.clip_cov_weights
-    monkeypatch.setattr(gk.variants, "clip_cov_weights", clip_cov_weights)
     model = AutoModelForCausalLM.from_pretrained(tiny_trl.model())
     before = torch.cat([weight.detach().flatten() for weight in model.parameters()])
-    code = code.replace("loss=clip_cov", "loss=clip_cov, processing_class=tokenizer, head=head")
     scope: dict[str, Any] = {
         "model": model,
         "reward": tiny_trl.many_a,
@@ -49,9 +38,11 @@ def test_clip_cov_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h
         "tokenizer": tiny_trl.tokenizer(),
         "head": head,
     }
-    exec(code, scope)
+    exec(code.replace("loss=clip_cov", "loss=clip_cov, processing_class=tokenizer, head=head"), scope)
     assert isinstance(scope["trainer"], FusedGRPOTrainer)
-    scope["trainer"].train()
-    assert len(drawn) == 4 and any(drawn)  # two steps of two micro-batches
+    with mock.patch.object(gk.variants, "clip_cov_weights", wraps=gk.variants.clip_cov_weights) as weights:
+        scope["trainer"].train()
+    bounds = [(call.kwargs["clip_low"], call.kwargs["clip_high"]) for call in weights.mock_calls]
+    assert bounds == [(0.1, 0.3)] * 4  # two steps of two micro-batches
     after = torch.cat([weight.detach().flatten() for weight in model.parameters()])
     assert after.isfinite().all() and not torch.equal(before, after)

@@ -1,17 +1,20 @@
-"""patch_verl's replacement of verl's rollout correction: batch and metrics beside verl's own."""
+"""patch_verl's replacement of verl's rollout correction: batch and metrics beside verl's own; sessions, and pads."""
 
 from __future__ import annotations
 
 import copy
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("verl")
 pytest.importorskip("tensordict")
 
+from tests.integrations.tiny_verl import PAD
 from tests.ops.sampling_correction.cases import make_batch
 
 with warnings.catch_warnings():
@@ -21,28 +24,27 @@ with warnings.catch_warnings():
     from verl.trainer.ppo import rollout_corr_helper
 
     from grpo_kernels.integrations.verl import patch_verl, unpatch_verl
-
-NAME = "compute_rollout_correction_and_add_to_batch"
-
-
-def proto(dtype: torch.dtype = torch.int64) -> DataProto:
-    batch = make_batch(2)
-    return DataProto.from_dict(
-        tensors={
-            "old_log_probs": batch.old.float(),
-            "rollout_log_probs": batch.sampling.float(),
-            "response_mask": batch.mask.to(dtype),
-            "responses": torch.arange(batch.mask.numel()).view(batch.mask.shape),
-        }
-    )
+    from grpo_kernels.integrations.verl.queue import QUEUED
 
 
-def corrected(data: DataProto, config: Any, patched: bool) -> tuple[DataProto, dict[str, float]]:
-    if patched:
+def proto(old: Any, sampling: Any, mask: Any, pads: int = 0) -> DataProto:
+    """A batch, of whose rows the last ones may be appended."""
+    tensors = {"old_log_probs": old.float(), "rollout_log_probs": sampling.float(), "response_mask": mask}
+    tensors = {name: torch.cat([value, value.new_zeros(pads, value.shape[1])]) for name, value in tensors.items()}
+    uids = np.array(["a"] * len(mask) + [PAD] * pads, dtype=object)
+    return DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids})
+
+
+def corrected(data: DataProto, config: Any, is_ours: bool = True, keys: Any = None) -> tuple[Any, dict[str, float]]:
+    """Tensors of the batch, and metrics; `keys` of rows in the queue of verl's v1 trainer."""
+    if is_ours:
         patch_verl(grpo=False, loss=False)
+    token = QUEUED.set(None if keys is None else SimpleNamespace(keys=keys))
     try:
-        return getattr(rollout_corr_helper, NAME)(copy.deepcopy(data), config)
+        result, metrics = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(copy.deepcopy(data), config)
+        return result.batch, metrics
     finally:
+        QUEUED.reset(token)
         unpatch_verl()
 
 
@@ -60,43 +62,55 @@ CONFIGS = {
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32], ids=str)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_equals_verl(config: Any, dtype: torch.dtype) -> None:
-    data = proto(dtype)
-    (ours, our_metrics), (theirs, their_metrics) = (corrected(data, config, patched) for patched in (True, False))
-    assert set(ours.batch.keys()) == set(theirs.batch.keys())
-    mask = theirs.batch["response_mask"]
-    for name, expected in theirs.batch.items():
-        got = ours.batch[name]
+    batch = make_batch(2)
+    data = proto(batch.old, batch.sampling, batch.mask.to(dtype))
+    (ours, our_metrics), (theirs, their_metrics) = (corrected(data, config, is_ours) for is_ours in (True, False))
+    assert set(ours.keys()) == set(theirs.keys())
+    for name, expected in theirs.items():
+        got = ours[name]
         assert got.dtype == expected.dtype and got.shape == expected.shape, name
         if name == "rollout_is_weights":
-            torch.testing.assert_close(got, expected * mask, rtol=2e-6, atol=0)
+            torch.testing.assert_close(got, expected * theirs["response_mask"], rtol=2e-6, atol=0)
         else:
             assert torch.equal(got, expected), name
     assert our_metrics.keys() == their_metrics.keys()
     # standard deviations are small differences of float32 sums in verl
     for name, value in their_metrics.items():
         assert our_metrics[name] == pytest.approx(value, rel=1e-4, abs=2e-4 if name.endswith("_std") else 2e-6), name
+    # rows that make a batch divisible are in no metric
+    padded, metrics = corrected(proto(batch.old, batch.sampling, batch.mask.to(dtype), pads=3), config)
+    assert metrics == our_metrics
+    for name, value in ours.items():
+        assert torch.equal(padded[name][:-3], value) and not padded[name][-3:].any(), name
 
 
-def test_patch_and_unpatch() -> None:
-    original = getattr(rollout_corr_helper, NAME)
-    patch_verl(grpo=False, loss=False, correction=False)
-    assert getattr(rollout_corr_helper, NAME) is original
-    patch_verl(grpo=False, loss=False)
-    assert getattr(rollout_corr_helper, NAME) is not original
-    unpatch_verl()
-    assert getattr(rollout_corr_helper, NAME) is original
+@pytest.mark.parametrize(
+    ("config", "has_tokens", "message"),
+    [
+        (CONFIGS["defaults"], False, "response_mask must"),
+        ({"rollout_rs": "token_k1"}, True, "rollout_rs_threshold must"),
+    ],
+)
+def test_what_verl_refuses(config: Any, has_tokens: bool, message: str) -> None:
+    batch = make_batch(2)
+    data = proto(batch.old, batch.sampling, batch.mask.long() * has_tokens)
+    for is_ours in (True, False):
+        with pytest.raises(ValueError, match=message):
+            corrected(data, config, is_ours)
 
 
-def test_a_batch_without_tokens_is_refused() -> None:
-    data = proto()
-    data.batch["response_mask"] = torch.zeros_like(data.batch["response_mask"])
-    for patched in (True, False):
-        with pytest.raises(ValueError, match="response_mask must"):
-            corrected(data, CONFIGS["defaults"], patched)
-
-
-def test_settings_that_verl_refuses() -> None:
-    config = {"rollout_rs": "token_k1"}
-    for patched in (True, False):
-        with pytest.raises(ValueError, match="rollout_rs_threshold must"):
-            corrected(proto(), config, patched)
+def test_sessions_are_weighed_and_rejected() -> None:
+    """Rows whose mean log ratios are 0.8, -0.8 and 0: the first two are one session, whose mean is 0. Pads are none."""
+    old = torch.tensor([[0.9, 0.7], [-0.9, -0.7], [0.1, -0.1]])
+    data, padded = (proto(old, torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.long), pads) for pads in (0, 2))
+    config = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0", "rollout_is": "sequence"}
+    keys = ["a_0_0", "a_0_1", "a_1_0"]
+    batch, metrics = corrected(data, config, keys=keys)
+    assert batch["response_mask"][:, 0].tolist() == [1, 1, 1]
+    torch.testing.assert_close(batch["rollout_is_weights"][:, 0], torch.ones(3))
+    with_pads, of_more = corrected(padded, config, keys=[*keys, f"{PAD}_0_0", f"{PAD}_1_0"])
+    assert of_more == metrics and torch.equal(with_pads["rollout_is_weights"][:3], batch["rollout_is_weights"])
+    rows, of_rows = corrected(data, config)
+    assert rows["response_mask"][:, 0].tolist() == [0, 0, 1] and metrics != of_rows
+    lone, of_lone = corrected(data, config, keys=["a_0_0", "a_1_0", "a_2_0"])
+    assert torch.equal(lone["response_mask"], rows["response_mask"]) and of_lone == of_rows

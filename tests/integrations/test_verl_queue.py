@@ -25,7 +25,7 @@ from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 
 import grpo_kernels as gk
-from tests.integrations import tiny_verl
+from tests.integrations.tiny_verl import computed, trainer_batch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -35,7 +35,6 @@ with warnings.catch_warnings():
     from grpo_kernels.integrations.verl import advantages, checkpoints, patch_verl, unpatch_verl
     from grpo_kernels.integrations.verl.queue import QUEUED
 
-assert tiny_verl
 LENGTHS = (3, 5, 2, 4, 4, 1, 6, 3)
 UIDS = [*"aaaabbbb"]
 
@@ -60,7 +59,7 @@ def queue() -> Iterator[Any]:
     os.environ.pop("RAY_USAGE_STATS_ENABLED") if before is None else os.environ.update(RAY_USAGE_STATS_ENABLED=before)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def patched() -> Iterator[None]:
     patch_verl(loss=False)
     yield
@@ -97,72 +96,55 @@ def put(partition: str, scores: Tensor, extras: list[dict[str, Any]], outputs: i
     )
 
 
-def advantages_in(queue: Any, batch: Any) -> list[Tensor]:
-    held = queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["advantages"])
-    return list(held["advantages"].unbind())
+SCORES = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0, 0.25, 1.0, 1.0])
+NOTHING: list[dict[str, Any]] = [{}] * 8
+EMBEDDINGS = torch.eye(3)[torch.tensor([0, 0, 1, 1, 2, 2, 1, 1])] + 0.01
+IDS = torch.tensor([ord(uid) for uid in UIDS])
 
 
-def assert_of_responses(got: list[Tensor], want: Tensor) -> None:
-    for values, length, value in zip(got, LENGTHS, want, strict=True):
+def held(batch: Any, *names: str) -> list[list[Tensor]]:
+    """Columns of the batch in the queue, row by row."""
+    of = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[*names])
+    return [list(of[name].unbind()) for name in names]
+
+
+def assert_of_responses(batch: Any, want: Tensor) -> None:
+    assert want.abs().sum() > 0
+    for values, length, value in zip(held(batch, "advantages")[0], LENGTHS, want, strict=True):
         torch.testing.assert_close(values, value.expand(length), rtol=1e-6, atol=1e-6)
 
 
-SCORES = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0, 0.25, 1.0, 1.0])
-LABELS = [0, 0, 1, 1, 0, 1, 1, 0]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["returned", "column"])
-def test_labels_of_similar_responses(queue: Any, patched: None, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["returned", "column", "embeddings", "sessions"])
+def test_columns_of_similar_responses(queue: Any, kind: str) -> None:
     """Returned by the reward function beside the score, or put into the queue by a worker."""
-    extras: list[dict[str, Any]] = [{}] * 8
-    columns = {}
-    if kind == "returned":
-        extras = [{"similarity_labels": label} for label in LABELS]
-    else:
-        columns = {"similarity_labels": torch.tensor(LABELS)}
-    batch = put(f"labels-{kind}", SCORES, extras, **columns)
-    got = advantages_in(queue, compute(batch, "similarity_group_grpo"))
-    ids = torch.tensor([ord(uid) for uid in UIDS])
-    want = gk.group_advantages(SCORES, ids, subgroups=torch.tensor(LABELS), config="grpo").advantages
-    assert want.abs().sum() > 0
-    assert_of_responses(got, want)
+    columns, rows = {}, torch.arange(8)
+    labels = torch.tensor([0, 0, 1, 1, 0, 1, 1, 0])
+    if kind == "sessions":  # the labels of the last output count
+        rows, labels = torch.tensor([1, 3, 5, 7]), torch.tensor([1, 0, 2, 0, 0, 1, 3, 1])
+    extras: list[dict[str, Any]] = [{"similarity_labels": label} for label in labels.tolist()]
+    if kind == "column":
+        extras, columns = NOTHING, {"similarity_labels": labels}
+    if kind == "embeddings":
+        extras = [{"similarity_embeddings": row} for row in EMBEDDINGS.tolist()]
+        labels = gk.similarity_groups(EMBEDDINGS, IDS).labels
+    batch = put(f"labels-{kind}", SCORES, extras, outputs=8 // len(rows), **columns)
+    want = gk.group_advantages(SCORES[rows], IDS[rows], subgroups=labels[rows], config="grpo").advantages
+    assert_of_responses(compute(batch, "similarity_group_grpo"), want.repeat_interleave(8 // len(rows)))
 
 
-@pytest.mark.full
-def test_embeddings_of_similar_responses(queue: Any, patched: None) -> None:
-    embeddings = torch.eye(3)[torch.tensor([0, 0, 1, 1, 2, 2, 1, 1])] + 0.01
-    extras = [{"similarity_embeddings": row} for row in embeddings.tolist()]
-    batch = put("embeddings", SCORES, extras)
-    got = advantages_in(queue, compute(batch, "similarity_group_grpo"))
-    ids = torch.tensor([ord(uid) for uid in UIDS])
-    labels = gk.similarity_groups(embeddings, ids).labels
-    assert_of_responses(got, gk.group_advantages(SCORES, ids, subgroups=labels, config="grpo").advantages)
-
-
-def test_several_rewards(queue: Any, patched: None) -> None:
-    rewards = torch.tensor([[1.0, 0.0, 0.5, 1.0, 0.0, 0.25, 1.0, 1.0], [0.0, 3.0, 1.0, 2.0, 1.0, 1.0, 5.0, 0.0]]).T
-    extras = [{"acc": float(a), "style": float(b)} for a, b in rewards]
-    batch = put("rewards", SCORES, extras)
+def test_several_rewards(queue: Any) -> None:
+    rewards = torch.tensor([[1.0, 0.0, 0.5, 1.0, 0.0, 0.25, 1.0, 1.0], [0.0, 3.0, 1.0, 2.0, 1.0, 1.0, 5.0, 0.0]])
+    batch = put("rewards", SCORES, [{"acc": float(a), "style": float(b)} for a, b in rewards.T])
     options = {"gdpo_reward_keys": ["acc", "style"], "gdpo_reward_weights": [1.0, 0.5]}
-    got = advantages_in(queue, compute(batch, "fused_gdpo", **options))
-    data = tiny_verl.trainer_batch(
-        torch.nested.to_padded_tensor(nested([torch.zeros(n) for n in LENGTHS]), 0.0),
-        torch.arange(6) < torch.tensor(LENGTHS)[:, None],
-        np.array(UIDS, dtype=object),
-        acc=rewards[:, 0].numpy().astype(object),
-        style=rewards[:, 1].numpy().astype(object),
-    )
-    from verl.trainer.ppo import ray_trainer
-
-    want = ray_trainer.compute_advantage(data, "fused_gdpo", config=OmegaConf.create(options)).batch["advantages"]
-    assert want.abs().sum() > 0
-    for values, row, length in zip(got, want, LENGTHS, strict=True):
-        torch.testing.assert_close(values, row[:length], rtol=1e-6, atol=1e-6)
+    got = compute(batch, "fused_gdpo", **options)
+    columns = {name: values.numpy().astype(object) for name, values in zip(("acc", "style"), rewards, strict=True)}
+    mask = torch.arange(6) < torch.tensor(LENGTHS)[:, None]
+    data = trainer_batch(torch.zeros(8, 6), mask.long(), np.array(UIDS, dtype=object), **columns)
+    assert_of_responses(got, computed("fused_gdpo", data, OmegaConf.create(options))["advantages"][:, 0])
 
 
-def test_what_the_queue_does_not_hold(queue: Any, patched: None) -> None:
-    batch = put("absent", SCORES, [{}] * 8)
+def test_what_the_queue_does_not_hold(queue: Any) -> None:
+    batch = put("absent", SCORES, NOTHING)
     with pytest.raises(ValueError, match=r"either 'similarity_labels' or .*, got neither"):
         compute(batch, "similarity_group_grpo")
     with pytest.raises(ValueError, match=r"every one of gdpo_reward_keys, got \['uid'\] without 'acc'"):
@@ -170,38 +152,21 @@ def test_what_the_queue_does_not_hold(queue: Any, patched: None) -> None:
     assert QUEUED.get() is None  # the next batch does not find this one
 
 
-def test_sessions_take_the_columns_of_their_last_output(queue: Any, patched: None) -> None:
-    extras = [{"similarity_labels": label} for label in LABELS]
-    batch = put("sessions", SCORES, extras, outputs=2)
-    got = advantages_in(queue, compute(batch, "similarity_group_grpo"))
-    last = torch.tensor([1, 3, 5, 7])
-    ids = torch.tensor([ord(uid) for uid in UIDS])[last]
-    of_last = gk.group_advantages(SCORES[last], ids, subgroups=torch.tensor(LABELS)[last], config="grpo").advantages
-    assert_of_responses(got, of_last.repeat_interleave(2))
-
-
-def test_segments_reach_the_actor(queue: Any, patched: None) -> None:
-    batch = put("segments", SCORES, [{}] * 8)
-    updated = compute(batch, "group_ppo", grpo_kernels={"group_max_size": 1})
+def test_segments_and_lengths_of_sessions_reach_the_actor(queue: Any) -> None:
+    """The lengths with the estimators of verl, too; and the correction finds the sessions."""
+    updated = compute(put("segments", SCORES, NOTHING), "group_ppo", grpo_kernels={"group_max_size": 1})
     assert "segment_ids" in updated.fields  # what the actor is handed
-    held = queue.kv_batch_get(keys=updated.keys, partition_id="segments", select_fields=["segment_ids"])["segment_ids"]
-    rows = [row.tolist() for row in held.unbind()]
-    assert rows == [[*range(length)] for length in LENGTHS]
-
-
-def test_lengths_of_sessions_reach_the_actor(queue: Any, patched: None) -> None:
-    """With the estimators of verl, too; and the correction finds the sessions."""
-    batch = put("lengths", SCORES, [{}] * 8, outputs=2)
+    assert [row.tolist() for row in held(updated, "segment_ids")[0]] == [[*range(length)] for length in LENGTHS]
+    batch = put("lengths", SCORES, NOTHING, outputs=2)
     updated = compute(batch, "grpo", rollout_correction={"rollout_is": "sequence"})
     names = ["session_tokens", "rows_per_session", "rollout_is_weights"]
     assert set(names) <= set(updated.fields)
-    held = queue.kv_batch_get(keys=updated.keys, partition_id="lengths", select_fields=names)
-    assert held["session_tokens"].flatten().tolist() == [8, 8, 6, 6, 5, 5, 9, 9]
-    assert held["rows_per_session"].flatten().tolist() == [2.0] * 8
-    weights = [row[0].item() for row in held["rollout_is_weights"].unbind()]
-    assert weights[::2] == weights[1::2] and len(set(weights)) > 1
-    plain = compute(put("rows", SCORES, [{}] * 8), "grpo")
-    assert not set(names) & set(plain.fields)
+    tokens, rows, weights = held(updated, *names)
+    assert [int(row) for row in tokens] == [8, 8, 6, 6, 5, 5, 9, 9]
+    assert [float(row) for row in rows] == [2.0] * 8
+    firsts = [row[0].item() for row in weights]
+    assert firsts[::2] == firsts[1::2] and len(set(firsts)) > 1
+    assert not set(names) & set(compute(put("rows", SCORES, NOTHING), "grpo").fields)
 
 
 # --------------------------------------------------------------------------------------------------- checkpoints
@@ -216,46 +181,34 @@ def resuming(folder: Path, step: int, **settings: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [PPOTrainer, RayPPOTrainer])
 @pytest.mark.parametrize("mode", ["auto", "resume_path"])
-def test_thresholds_are_saved_and_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: Any, mode: str) -> None:
+def test_thresholds_are_saved_and_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, mode: str
+) -> None:
     def load(self: Any) -> None:
-        self.global_steps = 7
+        self.global_steps = self.config.trainer.get("loads", 7)
 
+    unpatch_verl()
     monkeypatch.setattr(kind, "_save_checkpoint", lambda self: None)
     monkeypatch.setattr(kind, "_load_checkpoint", load)
+    methods = [(PPOTrainer, "_compute_advantage"), (kind, "_save_checkpoint"), (kind, "_load_checkpoint")]
+    before = [getattr(of, name) for of, name in methods]
     patch_verl(loss=False)
-    try:
-        settings = gk.SegmentConfig(gamma=0.9, threshold_lr=0.07)
-        threshold = gk.SegmentThreshold(settings)
-        threshold.value *= 1.1
-        advantages.thresholds[settings] = threshold
-        kind._save_checkpoint(resuming(tmp_path, 7))
-        assert json.loads((tmp_path / "global_step_7" / checkpoints.FILE).read_text())[0]["config"]["gamma"] == 0.9
-        advantages.thresholds.clear()
-        path = str(tmp_path / "global_step_7") if mode == "resume_path" else None
-        kind._load_checkpoint(resuming(tmp_path, 0, resume_mode=mode, resume_from_path=path))
-        assert {config: loaded.value for config, loaded in advantages.thresholds.items()} == {settings: threshold.value}
-    finally:
-        unpatch_verl()
-
-
-def test_a_checkpoint_without_thresholds_is_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(PPOTrainer, "_load_checkpoint", lambda self: None)
-    patch_verl(loss=False)
-    try:
-        PPOTrainer._load_checkpoint(resuming(tmp_path, 0))  # from scratch: nothing to say
-        assert not caplog.records
-        PPOTrainer._load_checkpoint(resuming(tmp_path, 3))
-    finally:
-        unpatch_verl()
+    settings = gk.SegmentConfig(gamma=0.9, threshold_lr=0.07)
+    threshold = gk.SegmentThreshold(settings)
+    threshold.value *= 1.1
+    advantages.thresholds[settings] = threshold
+    kind._save_checkpoint(resuming(tmp_path / "saved", 7))
+    folder = tmp_path / "saved" / "global_step_7"
+    assert json.loads((folder / checkpoints.FILE).read_text())[0]["config"]["gamma"] == 0.9
+    advantages.thresholds.clear()
+    path = {"resume_from_path": str(folder)} if mode == "resume_path" else {}
+    kind._load_checkpoint(resuming(tmp_path / ("other" if path else "saved"), 0, resume_mode=mode, **path))
+    assert {config: loaded.value for config, loaded in advantages.thresholds.items()} == {settings: threshold.value}
+    kind._load_checkpoint(resuming(tmp_path, 0, loads=0))  # from scratch: nothing to say
+    assert not caplog.records
+    kind._load_checkpoint(resuming(tmp_path, 0, loads=3))
     assert "global_step_3" in caplog.text and "start from their settings" in caplog.text
-
-
-def test_unpatch_restores_methods() -> None:
-    before = [PPOTrainer._compute_advantage, PPOTrainer._save_checkpoint, RayPPOTrainer._load_checkpoint]
-    patch_verl(loss=False)
-    during = [PPOTrainer._compute_advantage, PPOTrainer._save_checkpoint, RayPPOTrainer._load_checkpoint]
+    during = [getattr(of, name) for of, name in methods]
     unpatch_verl()
-    after = [PPOTrainer._compute_advantage, PPOTrainer._save_checkpoint, RayPPOTrainer._load_checkpoint]
-    assert after == before and not any(a is b for a, b in zip(before, during, strict=True))
+    assert [getattr(of, name) for of, name in methods] == before
+    assert not any(ours is theirs for ours, theirs in zip(during, before, strict=True))

@@ -6,13 +6,18 @@ import atexit
 import functools
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import GRPOConfig
+
+from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
 WORDS = ["<pad>", "<end>", "<unknown>", *"abcdefghijklmnop"]
 
@@ -89,3 +94,50 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "gradient_checkpointing": False,
         "dataloader_pin_memory": False,
     } | changes
+
+
+def trainer(
+    folder: Path, kind: type = FusedGRPOTrainer, changes: Mapping[str, Any] | None = None, **options: Any
+) -> Any:
+    """A trainer of this model, with two rewards, `changes` of the settings, and further arguments of the trainer."""
+    arguments = {
+        "model": model(),
+        "reward_funcs": [many_a, few_b],
+        "train_dataset": prompts(),
+        "processing_class": tokenizer(),
+    }
+    args = GRPOConfig(**settings(folder, **{"max_steps": 4} | dict(changes or {})))
+    return kind(args=args, **arguments | options)
+
+
+def letters(texts: Sequence[str]) -> Tensor:
+    """An embedder: the letter counts of each text."""
+    return torch.tensor([[float(text.count(letter)) for letter in "abcdefghijklmnop"] for text in texts]) + 0.01
+
+
+def micro_batch(trainer: Any, by_row: bool = False) -> dict[str, Tensor]:
+    """A micro-batch of a generation with tool tokens, where the sampler has no log-prob for one token."""
+    torch.manual_seed(5)
+    rows, before, width = 4, 3, 6
+    ids = torch.randint(3, len(WORDS), (rows, before + width))
+    mask = (torch.arange(width) < torch.tensor([6, 4, 0, 5])[:, None]).long()
+    tool_mask = torch.ones_like(mask)
+    tool_mask[0, 2:4] = 0
+    inputs = {
+        "prompt_ids": ids[:, :before],
+        "prompt_mask": torch.ones(rows, before, dtype=torch.long),
+        "completion_ids": ids[:, before:],
+        "completion_mask": mask,
+        "tool_mask": tool_mask,
+        "num_items_in_batch": (mask * tool_mask).sum() * 4,
+        "advantages": torch.tensor([0.7, -1.1, 0.4, 0.0]),
+    }
+    with torch.no_grad():
+        logprobs, _, _ = trainer._forward(trainer.model, inputs)
+    near = [logprobs + 0.3 * torch.randn_like(logprobs) for _ in range(3)]
+    near[2][1] += 0.8  # this row is off-policy by the sampler's log-probs, but not by those of the old policy
+    ratio = torch.where((mask * tool_mask).bool(), (near[0] - near[2]).exp(), 1.0)
+    inputs |= {"old_per_token_logps": near[0], "ref_per_token_logps": near[1], "sampling_per_token_logps": near[2]}
+    inputs["sampling_per_token_logps"][1, 2] = float("nan")
+    inputs["importance_sampling_ratio"] = ratio.mean(1, keepdim=True) if by_row else ratio
+    return inputs

@@ -12,9 +12,13 @@ from torch import Tensor
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from verl.protocol import DataProto
+    from verl.trainer.ppo import ray_trainer
+    from verl.trainer.ppo.v1 import utils as v1
     from verl.utils import tensordict_utils
 
 LENGTHS = (10, 7, 1, 9, 4, 8)
+WIDTH = 6  # of responses in `data_of`
+PAD = f"pad{0x5EED:032x}"  # a uid, as verl's v1 trainer gives it to the rows that make a batch divisible
 _PROMPTS = (1, 3, 2, 1, 3, 2)
 
 
@@ -29,6 +33,22 @@ def trainer_batch(tokens: Tensor, mask: Tensor, uids: Any, **columns: Any) -> Da
 
 def _attention(mask: Tensor) -> Tensor:
     return torch.cat([torch.ones(len(mask), 2, dtype=mask.dtype), mask], 1)
+
+
+def data_of(rewards: Any, lengths: Any, uids: Any, **columns: Any) -> DataProto:
+    """A trainer's batch with the reward at the last token of each response, whether or not it is in the loss."""
+    tokens = torch.zeros(len(uids), WIDTH)
+    tokens[:, -1] = torch.as_tensor(rewards, dtype=torch.float32)
+    mask = (torch.arange(WIDTH) < torch.as_tensor(lengths)[:, None]).long()
+    return trainer_batch(tokens, mask, np.array(uids, dtype=object), **columns)
+
+
+def computed(name: Any, data: DataProto, config: Any = None, keys: Any = None, **options: Any) -> Any:
+    """The tensors of the batch after verl's trainer has computed advantages; with keys, its v1 trainer."""
+    config = {} if config is None else config
+    if keys is not None:
+        return v1.compute_advantage_for_multi_trajectories(data, keys, name, config=config, **options).batch
+    return ray_trainer.compute_advantage(data, name, config=config, **options).batch
 
 
 def model_output(values: Tensor, nested: bool) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from tests.ops.promises import Inputs, Op, Results
+from tests.ops.promises import Inputs, Op, Results, Same
 
 ROWS, WIDTH = 4, 6
 NUMBERS = ("logprobs", "old_logprobs", "sampling_logprobs", "ref_logprobs", "entropy")
@@ -59,6 +59,19 @@ def ignored(inputs: Inputs) -> dict[str, Tensor]:
     return {name: slots for name in NUMBERS if name in inputs}
 
 
+def packed(inputs: Inputs) -> Same:
+    """Whole rows one after the other, with a token after the last that may not count."""
+
+    def flat(value: Tensor) -> Tensor:
+        return torch.cat([value.reshape(-1), value[0, :1]]) if value.dim() == 2 else value
+
+    def padded(results: list[Results]) -> Results:
+        return {name: value[:-1].view(ROWS, WIDTH) if value.dim() else value for name, value in results[0].items()}
+
+    written = {name: flat(value) for name, value in inputs.items()}
+    return Same([written | {"cu_seqlens": torch.arange(ROWS + 1) * WIDTH}], padded)
+
+
 def draw_rows(*names: str) -> Inputs:
     inputs = draw(is_packed=True)
     inputs |= {"count": 5 + torch.rand(()).double(), "rollouts": torch.randint(-2, 2, (ROWS,))}
@@ -88,6 +101,6 @@ OPS = {
     "rollout_logprobs": Op(
         functools.partial(draw_rows, "logprobs", "old_logprobs", "rollouts"), ratios, SUPPORTS, ("logprobs",), ignored
     ),
-    "variants": Op(draw, call, SUPPORTS, ("logprobs",), ignored),
+    "variants": Op(draw, call, SUPPORTS, ("logprobs",), ignored, {"packed": packed}),
     "variants of packed rows": Op(functools.partial(draw, is_packed=True), call, SUPPORTS, ("logprobs",), ignored),
 }

