@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trainer", choices=("GRPOTrainer", "FusedGRPOTrainer"), help="the class")
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps; default: %(default)s")
-    parser.add_argument("--batch", type=int, default=32, help="completions at a time, of two times a step")
+    parser.add_argument("--batch", type=int, default=32, help="half of a step's completions; default: %(default)s")
     parser.add_argument("--out", required=True, help="folder")
     options = parser.parse_args()
     settings = GRPOConfig(

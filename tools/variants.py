@@ -183,7 +183,7 @@ CORRECTIONS = (
         "truncated and masked weights of tokens, rows and their geometric means",
         "gk.CorrectionConfig(weights='geometric', weight_max=2.0, outside='mask')",
         "TRL, verl, SkyRL",
-        "ops/sampling_correction/test_reference.py::test_weights_and_mask_are_their_formulas",
+        "ops/sampling_correction/test_reference.py::test_any_weights_and_mask_are_their_formulas",
     ),
     Variant(
         "the eleven rejections of verl",
@@ -207,36 +207,39 @@ CORRECTIONS = (
         "KPop",
         "gk.CorrectionConfig(rejections=(('token_binary_kl', None, 0.05),))",
         "verl#6800",
-        "ops/sampling_correction/test_reference.py::test_a_rejection_drops_what_is_outside_of_its_bounds",
+        "ops/sampling_correction/test_reference.py::test_any_weights_and_mask_are_their_formulas",
     ),
     Variant(
         "M2PO",
         "gk.CorrectionConfig(m2_threshold=0.04)",
         "arXiv 2510.01161, AReaL",
-        "ops/sampling_correction/test_reference.py::test_m2po_drops_the_largest_squares",
+        "ops/sampling_correction/test_reference.py::test_m2po_found_by_hand",
     ),
 )
 ADVANTAGES = (
     Variant(
-        "GAE", "gk.TokenAdvantageConfig('gae')", "verl, SkyRL", "ops/token_advantages/test_peers.py::test_verl_gae"
+        "GAE",
+        "gk.TokenAdvantageConfig('gae')",
+        "verl, SkyRL",
+        "ops/token_advantages/test_peers.py::test_verl_estimators",
     ),
     Variant(
         "REINFORCE++ of tokens",
         "gk.TokenAdvantageConfig('reinforce_plus_plus')",
         "verl, SkyRL",
-        "ops/token_advantages/test_peers.py::test_verl_reinforce_plus_plus",
+        "ops/token_advantages/test_peers.py::test_verl_estimators",
     ),
     Variant(
         "advantages of turns",
         "gk.token_advantages(rewards, values, mask=mask, turns=turns)",
         "verl#7244, ROLL",
-        "ops/token_advantages/test_reference.py::test_turns_as_roll_agentic_reinforce",
+        "ops/token_advantages/test_reference.py::test_any_settings_give_the_definition",
     ),
     Variant(
         "step REINFORCE",
         "gk.TokenAdvantageConfig('reinforce')",
         "ROLL",
-        "ops/token_advantages/test_reference.py::test_step_rewards_as_roll_step_reinforce",
+        "ops/token_advantages/test_reference.py::test_any_settings_give_the_definition",
     ),
     Variant(
         "GiGPO",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from grpo_kernels.aot import AotCase
-from grpo_kernels.ops.linear_head import divergence_triton
 from grpo_kernels.ops.linear_head import triton as kernels
-from grpo_kernels.ops.linear_head.divergence import KINDS, TAILS
 
 _SIZES = ("width", "stride", "hidden_stride", "weight_stride")
 
@@ -34,17 +32,18 @@ def _cases(dtype: str, is_aligned: bool) -> tuple[AotCase, ...]:
     )
 
 
-def _terms(kind: int, tail: int) -> AotCase:
+def _terms(kind: str, tail: str) -> AotCase:
     names = ("scaled", "ids", "teacher_logprobs", "shares", "values", "mass", "by_rest", "by_id")
     types = {"others_ptr": "*fp32"} | {f"{name}_ptr": "*fp64" for name in names} | {"ids_ptr": "*i64"}
     types |= {"beta": "fp64", "count": "i32", "stride": "i64"}
-    constants = {"KIND": kind, "TAIL": tail, "COUNT": 64}
-    return AotCase(
-        divergence_triton._terms_kernel, types, constants, num_warps=1, label=f"terms {KINDS[kind]} {TAILS[tail]}"
-    )
+    constants = {"KIND": kind, "TAIL": tail, "LEAST_REST": 2.0**-24, "COUNT": 64}
+    return AotCase(kernels._terms_kernel, types, constants, num_warps=1, label=f"terms {kind} {tail}")
 
 
 AOT_SIGNATURES = (
     *(case for dtype in ("bf16", "fp32") for is_aligned in (True, False) for case in _cases(dtype, is_aligned)),
-    *(_terms(kind, tail) for kind in range(len(KINDS)) for tail in range(len(TAILS))),
+    *(
+        _terms(*of)
+        for of in (("forward_kl", "bucket"), ("reverse_kl", "ignore"), ("jsd", "bucket"), ("jsd", "renormalise"))
+    ),
 )

@@ -18,12 +18,14 @@ from grpo_kernels import registry
 from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.linear_head import divergence as _reference
 from grpo_kernels.ops.linear_head.chunks import Chunk, Gradients, Products, SeparateColumns
-from grpo_kernels.ops.linear_head.divergence import ABSENT, RENORMALISE, TeacherTokens
+from grpo_kernels.ops.linear_head.divergence import ABSENT, KINDS, LEAST_REST, RENORMALISE, TAILS, TeacherTokens
 from grpo_kernels.ops.linear_head.head import FACTORS, Head
 from grpo_kernels.ops.linear_head.logprobs_op import KERNELS, fake_gradients
 from grpo_kernels.ops.linear_head.precomputed import PrecomputedGradient
 from grpo_kernels.ops.linear_head.sizes import chunks, tokens_per_chunk
 from grpo_kernels.ops.token_logprobs.config import IGNORED
+
+_terms_in_triton = registry.lazy("terms", "grpo_kernels.ops.linear_head")
 
 
 @op_inputs
@@ -102,16 +104,13 @@ def _terms(
         others: log-sum-exp of all columns but the ids
         apart: the ids' columns, perhaps followed by another
     """
+    shares, ids, logprobs = teacher.shares[tokens], teacher.ids[tokens], teacher.logprobs[tokens]
     if backend == "triton":
-        from grpo_kernels.ops.linear_head import divergence_triton
-
-        values, mass, by_rest, by_scaled = divergence_triton.terms(others, separate.scaled, teacher, tokens)
-        return values, mass, by_rest, by_scaled.mul_(separate.slopes[:, : by_scaled.shape[1]])
-    shares, ids = teacher.shares[tokens], teacher.ids[tokens]
+        settings = KINDS[teacher.kind], TAILS[teacher.tail], teacher.beta, LEAST_REST
+        *results, by_scaled = _terms_in_triton(others, separate.scaled, ids, logprobs, shares, *settings)
+        return *results, by_scaled.mul_(separate.slopes[:, : by_scaled.shape[1]])
     counts, scaled = shares != 0, separate.scaled[:, : ids.shape[1]]
-    log_p, log_q, log_mass, log_rest = _reference.categories(
-        scaled, others, teacher.logprobs[tokens], ids == ABSENT, teacher.tail
-    )
+    log_p, log_q, log_mass, log_rest = _reference.categories(scaled, others, logprobs, ids == ABSENT, teacher.tail)
     values = _reference.divergence(log_p, log_q, teacher.kind, teacher.beta).sum(1)
     slopes = _reference.slopes(log_p, log_q, teacher.kind, teacher.beta)
     total = slopes.sum(1)
