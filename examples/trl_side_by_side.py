@@ -16,7 +16,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 TRAINERS = ("GRPOTrainer", "FusedGRPOTrainer")
-STEPS = 6
+STEPS = 5
 results = {}
 for name in TRAINERS:
     out = Path("runs") / f"smollm2-{name}"
