@@ -27,15 +27,17 @@ for name in TRAINERS:
 # %% [markdown]
 # ## What each takes
 #
-# Each ran in a process of its own, one after the other, with the same threads. Most of a step is
-# sampling, which TRL does in both. The peak is that of the process, with the model, its optimizer and
-# the libraries, or that of the GPU's memory.
+# Each ran in a process of its own, one after the other. Seconds are those of the processors, of both
+# threads together, as other programs shared the machine. A large part of a step is sampling, which
+# TRL does in both. The peak is that of the process, with the model, its optimizer and the libraries.
 
 # %%
-print(f"{'':18}{'seconds':>9}{'peak, GiB':>11}{'first reward':>14}{'last three':>12}")
+print(f"{'':18}{'CPU s':>9}{'peak, GiB':>11}{'first reward':>14}{'last three':>12}")
 for name, result in results.items():
     last = sum(result["rewards"][-3:]) / 3
-    print(f"{name:18}{result['seconds']:9.0f}{result['peak_gib']:11.2f}{result['rewards'][0]:14.3f}{last:12.3f}")
+    print(
+        f"{name:18}{result['processor_seconds']:9.0f}{result['peak_gib']:11.2f}{result['rewards'][0]:14.3f}{last:12.3f}"
+    )
 pairs = [*zip(*(results[name]["rewards"] for name in TRAINERS), strict=True)]
 same = next((step for step, (theirs, ours) in enumerate(pairs) if abs(theirs - ours) > 1e-6), len(pairs))
 print(f"the mean rewards of the first {same} of {STEPS} steps are the same")
