@@ -75,7 +75,7 @@ def markdown(results: Results, page: str = "") -> str:
     introduction, comment, _ = page.partition(START)
     parts = []
     for title, header, rows in tables(results, "[{thread}]({address})"):
-        lines = [header, ["---"] * len(header), *([cell.replace("|", "\\|") for cell in cells] for cells in rows)]
+        lines = [[cell.replace("|", "\\|") for cell in cells] for cells in (header, ["---"] * len(header), *rows)]
         parts.append(f"## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
     return (introduction + START + "\n\n" if comment else "") + "\n".join(parts)
 

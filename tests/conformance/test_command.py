@@ -88,7 +88,9 @@ def test_an_introduction_is_kept(files: dict[str, str], tmp_path: Path) -> None:
     assert main([files["right"], "--markdown", str(path)]) == 0
     text = path.read_text()
     assert text.startswith(f"# Title\n\nWords.\n\n{START}\n\n## Invariants\n\n| case |") and "old tables" not in text
-    assert text == markdown({"plain": run(Plain(), CASES)}, text)
+    results = run(Plain(), CASES)
+    assert text == markdown({"plain": results}, text)
+    assert "| a\\|b |" in markdown({"a|b": results}), "a bar would end the cell"
 
 
 @pytest.mark.parametrize(
