@@ -160,13 +160,15 @@ def write_curve(results: list[Result], theme: str, path: Path) -> None:
     """Draw the exact match of a run's evaluations, and the mean reward of its samples, over the steps of its RL."""
     (lines, *_) = [result["run"] for result in results if "run" in result]
     figure, axes = plt.subplots(figsize=(WIDTH, 2.4), layout="constrained")
+    top = [1.0]
     for kind, name, label, width in (
         ("train", "rewards/mean", "mean reward of the sampled responses", 0.8),
         ("eval", "eval/validation_exact", "exact match of greedy answers to the validation split", 2.0),
     ):
         points = [(line["step"], line[name]) for line in lines if line["phase"] == "rl" and line.get(name) is not None]
         axes.plot(*zip(*points, strict=True), color=COLOURS[kind == "train"], linewidth=width, label=label)
-    axes.set_ylim(0, 1)
+        top += [value for _, value in points]
+    axes.set_ylim(0, max(top))
     axes.grid(True, axis="y", color=THEMES[theme]["faint"], linewidth=0.5)
     axes.tick_params(labelsize=8)
     axes.set_xlabel("step of reinforcement learning", fontsize=8)
