@@ -82,12 +82,13 @@ def test_tokens_that_do_not_count_or_have_no_gradient_are_left_out(memory: str, 
 
 
 def test_clipped_tokens_are_left_out_of_two_products() -> None:
-    case = without_advantage()
+    case = without_advantage("temperatures")
     case.inputs["advantages"][:] = 1.0
     case.inputs["old_logprobs"][:2] = -50.0  # ratios above the bound
     case.inputs["old_logprobs"][2:] = 0.0
     found, counts = products(case, chunk_size=100), cases.takes_part(case.inputs)
     assert found.logits == [int(counts.sum())] and found.by_hidden == found.by_weight == [int(counts[2:].sum())]
+    assert_close(case.run("cpu", chunk_size=100), case.defined())
 
 
 def test_taught_tokens_are_not_left_out() -> None:
