@@ -106,9 +106,14 @@ def results(names: str, threads_of_kernels: int = 1) -> dict[str, Results]:
 
 
 def work_of_child(names: str, path: Path) -> None:
-    if names.endswith("on one thread"):
-        torch.set_num_threads(1)
-    torch.save(large_op() if names == "torch" else results(names), path)
+    status = 4
+    try:
+        if names.endswith("on one thread"):
+            torch.set_num_threads(1)
+        torch.save(large_op() if names == "torch" else results(names), path)
+        status = 0
+    finally:
+        os._exit(status)
 
 
 def outcome(after: str, in_child: str) -> str:
