@@ -1,13 +1,12 @@
 """Checks small cases of every GPU kernel: values and gradients on a backend against the float64 reference.
 
     python -m tests.kernel_cases                           # the CUDA kernels' cases
-    python -m tests.kernel_cases logprobs --backend triton
+    python -m tests.kernel_cases logprobs kept
     compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.kernel_cases
 
 The error against float64 must be at most twice that of the reference in the working dtype. tests/test_kernel_cases.py
-runs the cases and a small call of each op, on a GPU or emulated, and checks that the cases launch the kernels they name
-and that every kernel of csrc has a case. Without a GPU, --device cpu runs the kernels in the emulator and in Triton's
-interpreter; tests/test_sanitizer.py does so under AddressSanitizer.
+runs the cases on a GPU or emulated, and checks that they launch every kernel of csrc. With --emulated LIBRARY, the
+kernels run on the host: tests/test_sanitizer.py does so under AddressSanitizer.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -26,26 +25,45 @@ import grpo_kernels as gk
 from grpo_kernels import backends, registry
 from grpo_kernels.ops.policy_loss.registration import scaled_in_place
 from grpo_kernels.ops.similarity_groups import reference, registration
-from tests import row_cases, support_cases
-from tests.harness import device_error
-from tests.row_cases import WRONG_BOUNDS, Put, Results
+from tests.harness import assert_within_budget, device_error
 
 backends.name_implementations()
 
+Put = Callable[[Tensor], Tensor]  # moves a tensor to the device of the backend
+Results = Iterator[Tensor]
+BOUNDS = ([0, 40, 40, 73], [0, 9000], [0, 40, 101], [9, 41, 60, 73], [-9, 50, 20, 900], [0, 2**63 - 1, -(2**63), 60])
+BOUNDS_OF_SUPPORTS = ([0, 2, 5], [0, 9, 3], [2**63 - 1, -(2**63), 4], [5, 5, 5], [0, 0, 0])
+
 
 class Case(NamedTuple):
-    """A generator of results, the CUDA kernels that it launches, as op.kernel, and its backend."""
+    """A generator of results and its backend."""
 
     run: Callable[[str, Put], Results]
-    kernels: set[str]
     backend: str = "cuda"
 
 
-def advantages(names: tuple[str, ...], sizes: tuple[int, ...], backend: str, put: Put) -> Results:
-    """Named configs on several numbers of rows, with groups by size and by id."""
-    for name in names:
+def outside(call: Callable[[str, Put, Tensor], object], bounds: Sequence[list[int]] = (*BOUNDS, [5])) -> Any:
+    """Invalid bounds of rows: a GPU reports them only after the kernels have run, so the assertion is disabled, and the
+    kernels must not touch memory outside. Results are undefined."""
+
+    def run(backend: str, put: Put) -> Results:
+        if backend != "reference":
+            for each in bounds:
+                with mock.patch("torch._assert_async"):
+                    call(backend, put, torch.tensor(each))
+        return iter(())
+
+    return run
+
+
+# Advantages of groups
+
+
+def advantages(backend: str, put: Put) -> Results:
+    """Named configs, with groups by size and by id: of a lane, a warp and a block."""
+    for name in gk.AdvantageConfig.names():
         config = gk.AdvantageConfig(name)
-        for rows in sizes:
+        for rows in (0, 1, 7, 40, 2100) if name in ("gdpo", "grpo_passk") else (7, 40):
             for groups in (7, torch.randint(-3, 4, (rows,)), torch.zeros(rows, dtype=torch.int64)):
                 if isinstance(groups, int) and rows % groups:
                     continue
@@ -57,11 +75,6 @@ def advantages(names: tuple[str, ...], sizes: tuple[int, ...], backend: str, put
                 rewards = torch.randn(rows, 2) if config.combine == "normalize_then_sum" else torch.randn(rows)
                 where = groups if isinstance(groups, int) else put(groups)
                 yield from gk.group_advantages(put(rewards), where, config=name, backend=backend, **more)
-
-
-every_config = functools.partial(advantages, gk.AdvantageConfig.names(), (7, 40))
-# Groups of a lane, a warp and a block.
-every_size = functools.partial(advantages, ("gdpo", "grpo_passk"), (0, 1, 7, 40, 2100))
 
 
 def shrunk_advantages(backend: str, put: Put) -> Results:
@@ -76,6 +89,9 @@ def large_advantages(backend: str, put: Put) -> Results:
     for config in ("grpo", "batch_std"):
         for size in (8, 256):
             yield from gk.group_advantages(put(torch.randn(65536 + 256)), size, config=config, backend=backend)
+
+
+# Log-probs and the LM head
 
 
 def logprobs(backend: str, put: Put) -> Results:
@@ -113,6 +129,38 @@ def linear_losses(dtype: torch.dtype, backend: str, put: Put) -> Results:
     yield from torch.autograd.grad(result.loss, (hidden, weight))
 
 
+def kept(backend: str, put: Put) -> Results:
+    """Supports of 1 to 300 ids, an ignored row without any, and widths around a tile; values and all gradients."""
+    sizes = torch.tensor([1, 5, 0, 300, 256, 2])
+    offsets = torch.cat((torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)))
+    token_ids = torch.cat([torch.randperm(310)[:size] for size in sizes.tolist()])
+    targets = torch.where(sizes > 0, token_ids[(offsets[1:] - 1).clamp(min=0)], -100)
+    for width, dtype in ((7, torch.float32), (260, torch.bfloat16)):
+        hidden, weight, bias = (put(torch.randn(shape).to(dtype)) for shape in ((6, width), (310, width), (310,)))
+        leaves = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
+        result = gk.linear_logprobs(
+            hidden,
+            gk.LMHead(weight, bias, softcap=9.0 if width == 7 else None),
+            put(targets),
+            temperature=put(torch.rand(6) + 0.5),
+            support=(put(token_ids), put(offsets)),
+            return_entropy=True,
+            backend=backend,
+        )
+        yield from result
+        yield from torch.autograd.grad((result.logprobs + result.entropy).sum(), leaves)
+
+
+def support_outside(backend: str, put: Put, bounds: Tensor) -> None:
+    hidden, weight = put(torch.randn(2, 8)).requires_grad_(), put(torch.randn(7, 8)).requires_grad_()
+    support = put(torch.tensor([3, 9, -4, 2**62, 5])), put(bounds)
+    with mock.patch("torch.compiler.is_compiling", return_value=True):
+        logprobs = gk.linear_logprobs(hidden, weight, put(torch.tensor([3, 6])), support=support, backend=backend)
+    torch.autograd.grad(logprobs.logprobs.sum(), (hidden, weight))
+
+
+# The policy loss
+
 LOSSES = {
     "clip": gk.LossConfig.trl(loss_type="dapo", beta=0.1),
     "sequence": gk.LossConfig.trl(loss_type="grpo", importance_sampling_level="sequence", beta=0.1),
@@ -124,8 +172,6 @@ LOSSES = {
     "entropy": gk.LossConfig(entropy_coef=0.01),
     "policy_mask": gk.LossConfig(),
 }
-OF_TOKENS = ("clip", "cispo", "entropy", "policy_mask")
-LOSS_KERNELS = dict.fromkeys(OF_TOKENS, "tokens") | {"gspo": "sequences"}  # others: rows
 
 
 def losses(name: str, backend: str, put: Put) -> Results:
@@ -141,9 +187,8 @@ def losses(name: str, backend: str, put: Put) -> Results:
 
 def many_losses(backend: str, put: Put) -> Results:
     """Enough rows for a reduction in two steps."""
-    yield from one_loss(
-        gk.LossConfig.trl(loss_type="dapo"), torch.arange(2).expand(1100, 2), 1100, backend, put, normalizer=7.0
-    )
+    places = torch.arange(2).expand(1100, 2)
+    yield from one_loss(gk.LossConfig.trl(loss_type="dapo"), places, 1100, backend, put, normalizer=7.0)
 
 
 def one_loss(config: gk.LossConfig, places: Tensor, rows: int, backend: str, put: Put, **options: Any) -> Results:
@@ -169,18 +214,11 @@ def one_loss(config: gk.LossConfig, places: Tensor, rows: int, backend: str, put
     yield torch.autograd.grad(result.loss * 2, leaf)[0]
 
 
-def outside_losses(backend: str, put: Put) -> Results:
-    """Invalid `cu_seqlens`, as in row_cases.outside_segments, with arbitrary segment ids."""
-    arbitrary = torch.randint(-(2**31), 2**31, (100,))
+def losses_outside(backend: str, put: Put, bounds: Tensor) -> None:
+    """Segment ids are arbitrary, too."""
+    places = 7 * torch.randint(-(2**31), 2**31, (100,))
     for config in LOSSES.values():
-        for bounds in ([0, 40, 40, 73], *WRONG_BOUNDS):
-            if backend == "reference":
-                yield from (torch.tensor(shape) for shape in ([], [len(gk.PolicyLossMetrics.names)], [100]))
-                continue
-            rows, cu_seqlens = len(bounds) - 1, put(torch.tensor(bounds))
-            with mock.patch("torch._assert_async"):
-                for result in one_loss(config, 7 * arbitrary, rows, backend, put, cu_seqlens=cu_seqlens):
-                    yield torch.tensor(result.shape)
+        list(one_loss(config, places, len(bounds) - 1, backend, put, cu_seqlens=put(bounds)))
 
 
 def scaled(backend: str, put: Put) -> Results:
@@ -191,6 +229,69 @@ def scaled(backend: str, put: Put) -> Results:
             gradient = put(torch.randn(1042).to(dtype))[1:]
             with torch.no_grad():
                 yield scaled_in_place("scaled", of_head, gradient, put(torch.tensor(upstream)))
+
+
+# Rows of tokens
+
+
+def segments(backend: str, put: Put) -> Results:
+    """Padded rows with and without a critic, for each normalisation; long rows have blocks of more threads."""
+    for rows, width in ((6, 70), (2, 2100)):
+        for norm in ("none", "batch", "prompt"):
+            for has_critic in (False, True):
+                shape, groups = (rows, width), put(torch.tensor([3, 0, 3, 3, 0, -1][:rows]))
+                start = -torch.rand(shape)
+                old, values = put(start + 0.1 * torch.randn(shape)), put(torch.randn(shape))
+                yield from gk.endpoint_segments(
+                    put(torch.randn(shape)),
+                    put(start),
+                    old,
+                    put(torch.rand(shape) > 0.1),
+                    values=values if has_critic else None,
+                    groups=groups if norm == "prompt" or not has_critic else None,
+                    config={"norm": norm, "group_variance_threshold": 2.0},
+                    backend=backend,
+                )
+
+
+def segments_outside(backend: str, put: Put, bounds: Tensor) -> None:
+    groups, tokens = put(torch.arange(len(bounds) - 1) % 2), put(torch.randn(3, 73))
+    for values in (put(torch.randn(73)), None):
+        gk.endpoint_segments(
+            *tokens,
+            put(torch.rand(73) < 0.9),
+            values=values,
+            groups=groups,
+            cu_seqlens=put(bounds),
+            config={"norm": "prompt", "credit": "broadcast"},
+            backend=backend,
+        )
+
+
+def token_advantages(backend: str, put: Put) -> Results:
+    """Padded rows of tokens and of turns, with and without a critic; few long rows are cut into chunks."""
+    for rows, width in ((6, 70), (2, 2100), (1, 6000)):
+        for by_turn in (False, True):
+            for estimator in gk.TokenAdvantageConfig.names():
+                rewards, turns = torch.randn(rows, width), torch.randint(-1, 3, (rows, width)).cumsum(1) // 4
+                rewards[0, 7] = float("nan") if estimator == "reinforce" else 1.0
+                yield from gk.token_advantages(
+                    put(rewards),
+                    put(torch.randn(rows, width)) if estimator == "gae" else None,
+                    mask=put(torch.rand(rows, width) > 0.1),
+                    turns=put(turns) if by_turn else None,
+                    config=gk.TokenAdvantageConfig(estimator, gamma=0.99),
+                    backend=backend,
+                )
+
+
+def token_advantages_outside(backend: str, put: Put, bounds: Tensor) -> None:
+    tokens, mask = put(torch.randn(2, 73)), put(torch.rand(73) < 0.9)
+    for turns in (None, put(torch.randint(-(2**31), 2**31, (73,)))):
+        gk.token_advantages(*tokens, mask=mask, turns=turns, cu_seqlens=put(bounds), backend=backend)
+
+
+# Similarity
 
 
 def similarity(backend: str, put: Put) -> Results:
@@ -204,16 +305,14 @@ def similarity(backend: str, put: Put) -> Results:
 
 
 def outside_similarity(backend: str, put: Put) -> Results:
-    """More and larger groups than `num_groups` and `max_size` announce, as in row_cases.outside_segments. The op is
-    called directly, as the public function checks them off the GPU."""
-    if backend == "reference":
-        yield torch.tensor([40])
-        return
-    order, offsets = put(torch.randperm(40)), put(torch.tensor([0, 20, 29]))
-    config = gk.SimilarityConfig()
-    responses = reference.Responses(put(torch.randn(40, 9)), order, offsets, 2, 5, None)
-    results = registration.GROUPS("cuda", reference.Grouping(responses, config.modes, config.coefficients))
-    yield torch.tensor(results[0].shape)
+    """More and larger groups than `num_groups` and `max_size` announce. The op is called directly, as the public
+    function checks them off the GPU."""
+    if backend != "reference":
+        order, offsets = put(torch.randperm(40)), put(torch.tensor([0, 20, 29]))
+        config = gk.SimilarityConfig()
+        responses = reference.Responses(put(torch.randn(40, 9)), order, offsets, 2, 5, None)
+        registration.GROUPS("cuda", reference.Grouping(responses, config.modes, config.coefficients))
+    return iter(())
 
 
 def large_similarity(backend: str, put: Put) -> Results:
@@ -240,170 +339,65 @@ def parts(size: int, backend: str, put: Put) -> Results:
     yield from gk.silhouette(distances, put(torch.randint(-1, 4, (2, size))), backend=backend)
 
 
-def kernels(source: str, *names: str) -> set[str]:
-    return {f"{source}.{name}_kernel" for name in names}
-
-
 CASES = {
-    "every_config": Case(every_config, kernels("group_advantages", "groups")),
-    "every_size": Case(every_size, kernels("group_advantages", "groups", "finish")),
-    "shrunk_advantages": Case(shrunk_advantages, kernels("group_advantages", "parent_stats", "groups")),
-    "large_advantages": Case(large_advantages, kernels("group_advantages", "groups", "finish")),
-    "logprobs": Case(logprobs, set(), "triton"),
-    "outside_logprobs": Case(outside_logprobs, set(), "triton"),
-    "linear_halves": Case(
-        functools.partial(linear_losses, torch.bfloat16),
-        kernels("policy_loss", "count", "tokens", "reduce", "scale"),
-        "triton",
-    ),
-    "kept": Case(support_cases.kept, set(), "triton"),
-    "outside_kept": Case(support_cases.outside_kept, set(), "triton"),
-    **{
-        f"loss_{name}": Case(
-            functools.partial(losses, name), kernels("policy_loss", "count", "reduce", LOSS_KERNELS.get(name, "rows"))
-        )
-        for name in LOSSES
-    },
-    "outside_losses": Case(outside_losses, kernels("policy_loss", "count", "tokens", "rows", "sequences", "reduce")),
-    "scaled": Case(scaled, kernels("policy_loss", "scale")),
-    "many_losses": Case(many_losses, kernels("policy_loss", "tokens", "reduce")),
-    "segments": Case(
-        row_cases.segments,
-        kernels("endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"),
-    ),
-    "outside_segments": Case(
-        row_cases.outside_segments,
-        kernels("endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"),
-    ),
-    "token_advantages": Case(row_cases.token_advantages, set(), "triton"),
-    "outside_token_advantages": Case(row_cases.outside_token_advantages, set(), "triton"),
-    "similarity": Case(similarity, kernels("similarity_groups", "cosine", "cluster")),
-    "outside_similarity": Case(outside_similarity, kernels("similarity_groups", "cosine", "cluster")),
-    "similarity_parts": Case(similarity_parts, kernels("similarity_groups", "cluster", "tree", "silhouette")),
-    "large_similarity": Case(large_similarity, kernels("similarity_groups", "cosine", "cluster", "tree", "silhouette")),
+    "advantages": Case(advantages),
+    "shrunk_advantages": Case(shrunk_advantages),
+    "large_advantages": Case(large_advantages),
+    "logprobs": Case(logprobs, "triton"),
+    "outside_logprobs": Case(outside_logprobs, "triton"),
+    "linear_losses": Case(functools.partial(linear_losses, torch.float32), "triton"),
+    "linear_halves": Case(functools.partial(linear_losses, torch.bfloat16), "triton"),
+    "kept": Case(kept, "triton"),
+    "outside_kept": Case(outside(support_outside, BOUNDS_OF_SUPPORTS), "triton"),
+    **{f"loss_{name}": Case(functools.partial(losses, name)) for name in LOSSES},
+    "many_losses": Case(many_losses),
+    "outside_losses": Case(outside(losses_outside)),
+    "scaled": Case(scaled),
+    "segments": Case(segments),
+    "outside_segments": Case(outside(segments_outside)),
+    "token_advantages": Case(token_advantages, "triton"),
+    "outside_token_advantages": Case(outside(token_advantages_outside), "triton"),
+    "similarity": Case(similarity),
+    "outside_similarity": Case(outside_similarity),
+    "similarity_parts": Case(similarity_parts),
+    "large_similarity": Case(large_similarity),
 }
 
 
-def smoke_logprobs(backend: str, put: Put) -> Results:
-    logits = put(torch.randn(8, 1024)).requires_grad_()
-    logprobs = gk.token_logprobs(logits, put(torch.arange(8)), backend=backend).logprobs
-    yield logprobs
-    yield torch.autograd.grad(logprobs.sum(), logits)[0]
-
-
-def smoke_head(backend: str, put: Put) -> Results:
-    hidden, weight = put(torch.randn(8, 16)).requires_grad_(), put(torch.randn(64, 16)).requires_grad_()
-    logprobs = gk.linear_logprobs(hidden, weight, put(torch.arange(8)), backend=backend).logprobs
-    yield logprobs
-    yield from torch.autograd.grad(logprobs.sum(), (hidden, weight))
-
-
-def smoke_distillation(backend: str, put: Put) -> Results:
-    hidden, weight = put(torch.randn(8, 16)).requires_grad_(), put(torch.randn(64, 16)).requires_grad_()
-    logprobs, ids = torch.randn(8, 64).log_softmax(1).topk(4)
-    result = gk.linear_distillation_loss(hidden, weight, gk.Teacher(put(ids), put(logprobs)), backend=backend)
-    yield from (value.detach() for value in result)
-    yield from torch.autograd.grad(result.loss, (hidden, weight))
-
-
-def smoke_loss(backend: str, put: Put) -> Results:
-    yield from one_loss(gk.LossConfig.trl(loss_type="dapo", beta=0.1), torch.arange(70).expand(4, 70), 4, backend, put)
-
-
-def smoke_similarity(backend: str, put: Put) -> Results:
-    """Rows whose pieces are copied asynchronously, and masked ones that are not."""
-    vectors, valid = put(torch.randn(16, 16)), put(torch.arange(16) % 3 > 0)
-    yield gk.similarity_groups(vectors, 8, valid=valid, backend=backend).labels
-
-
-def smoke_silhouette(backend: str, put: Put) -> Results:
-    yield from gk.silhouette(put(two_prompts()), put(torch.randint(0, 3, (2, 8))), backend=backend)
-
-
-def two_prompts() -> Tensor:
-    """Distances of eight responses to each of two prompts."""
-    return gk.pairwise_cosine(torch.randn(16, 9), 8, backend="reference")
-
-
-# One small call of each op that chooses a backend.
-SMOKE: dict[str, Callable[[str, Put], Iterable[Tensor]]] = {
-    "group_advantages": lambda backend, put: gk.group_advantages(put(torch.randn(64)), 8, backend=backend),
-    "token_logprobs": smoke_logprobs,
-    "linear_logprobs": smoke_head,
-    "policy_loss": smoke_loss,
-    "linear_distillation_loss": smoke_distillation,
-    "linear_policy_loss": functools.partial(linear_losses, torch.float32),
-    "endpoint_segments": row_cases.smoke_segments,
-    "token_advantages": row_cases.smoke_token_advantages,
-    "similarity_groups": smoke_similarity,
-    "pairwise_cosine": lambda backend, put: [gk.pairwise_cosine(put(torch.randn(16, 9)), 8, backend=backend)],
-    "cluster_distances": lambda backend, put: [gk.cluster_distances(put(two_prompts()), backend=backend).labels],
-    "agglomerate": lambda backend, put: gk.agglomerate(put(two_prompts()), backend=backend),
-    "silhouette": smoke_silhouette,
-}
-
-
-def as_double(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def compare(run: Callable[[str, Put], Iterable[Tensor]], what: str, backend: str, device: torch.device) -> int:
-    """Compares the results of one case with the reference's, and returns their number."""
-    from tests.harness import assert_within_budget  # imports pytest, which is slow under the sanitizer
-
-    outputs: list[list[Tensor]] = []
+def check(name: str, device: torch.device) -> None:
+    """Compares the results of one case with the reference's."""
+    case, outputs = CASES[name], list[list[Tensor]]()
     puts: tuple[tuple[str, Put], ...] = (
-        (backend, lambda tensor: tensor.to(device)),
+        (case.backend, lambda tensor: tensor.to(device)),
         ("reference", lambda tensor: tensor),
-        ("reference", as_double),
+        ("reference", lambda tensor: tensor.double() if tensor.is_floating_point() else tensor),
     )
-    for name, put in puts:
+    for backend, put in puts:
         torch.manual_seed(0)
-        outputs.append([result.detach().cpu() for result in run(name, put)])
+        outputs.append([result.detach().cpu() for result in case.run(backend, put)])
     for number, (got, working, gold) in enumerate(zip(*outputs, strict=True)):
-        label = f"{what} on {backend}, result {number}"
+        label = f"{name} on {case.backend}, result {number}"
         if got.is_floating_point():
             assert_within_budget(got, working, gold.double(), label)
         else:
             torch.testing.assert_close(got, working, rtol=0, atol=0, msg=lambda text, of=label: f"{of}: {text}")
-    return len(outputs[0])
-
-
-def check(name: str, device: torch.device) -> int:
-    return compare(CASES[name].run, name, CASES[name].backend, device)
-
-
-def enable_stand_ins() -> None:
-    """Runs the CUDA kernels in the emulator and Triton's in its interpreter, on CPU tensors."""
-    from tests.emulation import build
-
-    torch.ops.load_library(str(build.library()))
-    registry.enable_emulated_cuda()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="names of cases; default: all")
-    parser.add_argument(
-        "--backend", nargs="+", choices=("cuda", "triton"), default=["cuda"], help="backends to check; default: cuda"
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="where to run; cpu: emulator and interpreter; default: %(default)s",
-    )
+    of_cuda = [name for name, case in CASES.items() if case.backend == "cuda"]
+    parser.add_argument("cases", nargs="*", default=of_cuda, help="names of cases; default: those of the CUDA kernels")
+    parser.add_argument("--emulated", metavar="LIBRARY", help="run on the host, the CUDA kernels of this library")
     options = parser.parse_args()
-    if options.device == "cpu":
+    if options.emulated:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-        enable_stand_ins()
-    device = torch.device(options.device)
-    unknown = set(options.cases) - CASES.keys()
-    if unknown:
+        torch.ops.load_library(options.emulated)
+        registry.enable_emulated_cuda()
+    if unknown := {*options.cases} - CASES.keys():
         parser.error(f"cases must be of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
-    for name in options.cases or CASES:
-        if CASES[name].backend in options.backend:
-            print(f"{name} on {CASES[name].backend}: {check(name, device)} results", flush=True)
+    for name in options.cases:
+        check(name, torch.device("cpu" if options.emulated else "cuda"))
+        print(name, flush=True)
     if error := device_error():
         raise SystemExit(f"kernel_cases: {error}")
     print("all cases ran")

@@ -28,21 +28,7 @@ run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 OURS = "grpo_kernels::"
 
 # The shape of their results, or the Python value that they return, depends on data.
-DATA_DEPENDENT = {
-    aten._local_scalar_dense,
-    aten._unique,
-    aten._unique2,
-    aten.bincount,
-    aten.equal,
-    aten.is_nonzero,
-    aten.item,
-    aten.linalg_cholesky,
-    aten.masked_select,
-    aten.nonzero,
-    aten.nonzero_numpy,
-    aten.unique_consecutive,
-    aten.unique_dim,
-}
+DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 # Their kernels add with atomics, unless torch's deterministic mode chooses others.
 UNORDERED = {aten.index_add, aten.index_add_, aten.scatter_add, aten.scatter_add_, aten.scatter_reduce}
 FROM_THE_HOST = {torch.as_tensor, torch.asarray, torch.tensor, Tensor.new_tensor}
@@ -218,16 +204,13 @@ class Gpu(TorchDispatchMode):
             self.steps = None
 
 
-def replay(*graphs: list[Step]) -> None:
-    """Runs recorded steps again, in the same memory; those of several graphs take turns."""
-    for number in range(max(map(len, graphs))):
-        for steps in graphs:
-            if number < len(steps):
-                run, results = steps[number]
-                again = [value for value in tree_flatten(run())[0] if isinstance(value, Tensor)]
-                for memory, value in zip(results, again, strict=True):
-                    if memory.data_ptr() != value.data_ptr():
-                        memory.copy_(value)
+def replay(steps: list[Step]) -> None:
+    """Runs recorded steps again, in the same memory."""
+    for run, results in steps:
+        again = [value for value in tree_flatten(run())[0] if isinstance(value, Tensor)]
+        for memory, value in zip(results, again, strict=True):
+            if memory.data_ptr() != value.data_ptr():
+                memory.copy_(value)
 
 
 def has_kernel(func: Any, key: str) -> bool:
@@ -243,7 +226,8 @@ def is_transfer(func: Any, args: Any, target: torch.device | None) -> bool:
 
 def check_waits(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], gpu: list[GpuTensor]) -> None:
     name, target = func.overloadpacket.__name__, kwargs.get("device")
-    if func.overloadpacket in DATA_DEPENDENT:
+    may_wait = name in ("index", "repeat_interleave")  # with some arguments, see below
+    if (DATA_DEPENDENT & {*func.tags} and not may_wait) or name == "linalg_cholesky":
         raise Waits(f"{func}: its result depends on data that the host would have to wait for")
     indices = args[1] if name in ("index", "index_put", "index_put_", "_unsafe_index") else ()
     if any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices):

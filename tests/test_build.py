@@ -62,7 +62,7 @@ def test_architectures_are_those_that_nvcc_supports(tmp_path: Path) -> None:
     ("platform", "compiler", "mode", "message"),
     [
         ("linux", "a-compiler", "cpu", ""),
-        ("darwin", "true", "cpu", ""),
+        ("darwin", "c++", "cpu", ""),
         ("darwin", "env false", "none", "env false does not compile C++20"),
         ("darwin", "false", "none", "false does not compile C++20"),
         ("darwin", "/no/compiler", "none", "/no/compiler does not compile C++20"),
@@ -91,13 +91,6 @@ def test_automatic_mode_of_each_platform(
         monkeypatch.setenv("CXX", compiler)
     assert functions["build_mode"]() == mode
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_a_working_compiler_passes_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
-    monkeypatch.setenv("GRPO_KERNELS_BUILD", "none")
-    assert runpy.run_path(str(ROOT / "setup.py"))["compiles"]("g++") is True
 
 
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="needs clang++")

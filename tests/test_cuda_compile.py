@@ -59,19 +59,6 @@ def test_compiles_without_spills(source: Path, architecture: str, tmp_path: Path
         assert spilled == 0, f"{kernel} spills {spilled} bytes on {architecture}"
 
 
-def test_a_spill_is_seen(tmp_path: Path) -> None:
-    source = tmp_path / "spill.cu"
-    source.write_text(
-        "__global__ void __launch_bounds__(1024, 2) spill(const float* in, float* out, int n) {\n"
-        "  float a[64];\n"
-        "  for (int i = 0; i < 64; ++i) a[i] = in[threadIdx.x + i * n];\n"
-        "  for (int r = 0; r < n; ++r)\n"
-        "    for (int i = 0; i < 64; ++i) a[i] = a[i] * a[(i + 7) % 64] + in[r];\n"
-        "  for (int i = 0; i < 64; ++i) out[threadIdx.x + i * n] = a[i];\n}\n"
-    )
-    assert sum(spilled for _, _, spilled in resources(source, "sm_80", tmp_path)) > 0
-
-
 def build_commands(folder: Path) -> dict[str, list[str]]:
     """Compile commands of the CUDA sources in a build for sm_90, by name."""
     search = os.pathsep.join([str(Path(sys.executable).parent), str(Path(str(NVCC)).parent), os.environ["PATH"]])
@@ -104,13 +91,3 @@ def test_sources_that_decide_round_as_the_host_does(tmp_path: Path) -> None:
     commands = build_commands(tmp_path)
     for source in ROUND_AS_WRITTEN:
         assert contractions(compile_to_ptx(commands[source], tmp_path / "source.ptx")) == []
-
-
-def test_a_contraction_is_seen(tmp_path: Path) -> None:
-    source = tmp_path / "scan.cu"
-    body = "  x[0] = x[1] * x[2] + x[3];\n  x[4] = exp(x[4]);\n  x[5] = x[6] * x[7];\n  x[8] = expf(x[8]);\n"
-    source.write_text(f"__global__ void scan(double* x) {{\n{body}}}\n")
-    command = [str(NVCC), "-arch=sm_90", "-lineinfo", "-c", str(source), "-o", "scan.o"]
-    fused = ["scan.cu:2: x[0] = x[1] * x[2] + x[3];", "scan.cu:4: x[5] = x[6] * x[7];"]
-    assert contractions(compile_to_ptx(command, tmp_path / "scan.ptx")) == fused
-    assert contractions(compile_to_ptx([*command, "-fmad=false"], tmp_path / "scan.ptx")) == []

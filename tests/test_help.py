@@ -82,11 +82,3 @@ def test_scripts_explain_their_arguments(name: str, monkeypatch: pytest.MonkeyPa
 def test_commands_explain_their_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cli = pytest.importorskip("grpo_trainer.cli")
     assert_complete(parser_of(lambda: getattr(cli, name)(["x"]), monkeypatch))
-
-
-def test_gaps_are_found() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("file")
-    parser.add_argument("--size", type=int, default=3, help="a size")
-    parser.add_argument("--flag", action="store_true", help="a flag")
-    assert [*gaps(parser)] == ["file: no help", "--size: its default, 3, is not named"]

@@ -95,22 +95,6 @@ def test_kernels_prefers_the_compiled_variant(tmp_path: Path) -> None:
     assert facts == {"cpu": "ok", "equal": True, "names": True, "apart": True, "namespaces": True}
 
 
-@needs_kernels
-def test_kernels_accepts_the_project(tmp_path: Path) -> None:
-    assert hub_kernel.main([str(tmp_path), "--project"]) == 0
-    code = (
-        "import sys; from kernels._rust import Build; print([str(b) for b in Build.open(sys.argv[1]).general.backends])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(HUB)},
-    )
-    assert done.stdout.lower().count("'") == 2 * len(hub_kernel.UNIVERSAL), done.stderr
-    assert (tmp_path / "torch-ext" / "grpo_kernels" / "ops" / "policy_loss" / "__init__.py").exists()
-
-
 WITHOUT_LIBRARIES = """
 import importlib.util, json, sys
 import torch
@@ -153,18 +137,6 @@ def test_no_variant_names_the_installed_package(universal: Path) -> None:
         assert len(modules) > 80 and not (folder / "integrations").exists()
         lines = [line for path in modules for line in path.read_text().splitlines()]
         assert not [line for line in lines if line.lstrip().startswith(("from grpo_kernels", "import grpo_kernels"))]
-
-
-def test_imports_become_relative() -> None:
-    source = "from grpo_kernels import registry\nfrom grpo_kernels.ops.a.b import (\n    c,\n)\nfrom grpo_x import d\n"
-    expected = "from ... import registry\nfrom ...ops.a.b import (\n    c,\n)\nfrom grpo_x import d\n"
-    assert hub_kernel.relative_imports(source, ("grpo_kernels", "ops", "x")) == expected
-    with pytest.raises(ValueError, match="must import from the package by name, got import grpo_kernels"):
-        hub_kernel.relative_imports("import grpo_kernels\n", ("grpo_kernels",))
-
-
-def test_architectures_as_the_hub_writes_them() -> None:
-    assert hub_kernel.capabilities("80-real;90-real;100-real;120") == ["8.0", "9.0", "10.0", "12.0+PTX"]
 
 
 def test_a_folder_with_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

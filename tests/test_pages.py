@@ -35,14 +35,10 @@ def rows(text: str) -> Iterator[list[str]]:
             yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def settings() -> list[str]:
-    return re.findall(r"`(gk\.[^`]+\))`", read("which_loss.md"))
-
-
-@pytest.mark.parametrize("setting", sorted(set(settings())))
-def test_every_setting_is_made(setting: str) -> None:
-    config = eval(setting, {"gk": gk})
-    assert isinstance(config, gk.LossConfig | gk.CorrectionConfig | gk.AdvantageConfig | gk.TokenAdvantageConfig)
+def test_every_setting_is_made() -> None:
+    settings = {*re.findall(r"`(gk\.[^`]+\))`", read("which_loss.md"))}
+    kinds = gk.LossConfig | gk.CorrectionConfig | gk.AdvantageConfig | gk.TokenAdvantageConfig
+    assert settings and all(isinstance(eval(setting, {"gk": gk}), kinds) for setting in settings)
 
 
 def test_every_system_and_method_has_its_settings() -> None:
@@ -165,17 +161,14 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
-LIGER = [
-    {
-        "loss_type": kind,
-        "beta": beta,
-        "importance_sampling_level": level,
-        "epsilon_high": 1.1 if kind == "cispo" else 0.3,
-    }
-    for kind in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")
+LIGER: list[dict[str, Any]] = [
+    {"loss_type": kind, "beta": beta, "importance_sampling_level": level, "epsilon_high": 0.3}
+    for kind in ("grpo", "bnpo", "dr_grpo", "dapo")
     for beta in (0.0, 0.1)
-    for level in (("token",) if kind in ("cispo", "sapo", "vespo") else ("token", "sequence"))
-] + [{"beta": 0.1, "use_bias_correction_kl": True, "delta": 1.1, "temperature": 0.7}]
+    for level in ("token", "sequence")
+]
+LIGER += [{"loss_type": kind, "beta": 0.1, "epsilon_high": 1.1} for kind in ("cispo", "sapo", "vespo")]
+LIGER += [{"beta": 0.1, "use_bias_correction_kl": True, "delta": 1.1, "temperature": 0.7}]
 LUSPO = {"loss_type": "luspo", "beta": 0.0, "importance_sampling_level": "sequence"}  # else Liger averages over padding
 
 
@@ -229,10 +222,6 @@ def test_losses_before_and_after_agree(section: str, scope: dict[str, Any], requ
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
 
 
-def test_calls_without_a_peer_run(scope: dict[str, Any]) -> None:
-    assert all(value.isfinite().all() for value in loss_and_gradients(examples("Liger")[1], scope))
-
-
 def test_advantages_of_verl_before_and_after_agree(scope: dict[str, Any]) -> None:
     pytest.importorskip("verl")
     results = []
@@ -242,21 +231,6 @@ def test_advantages_of_verl_before_and_after_agree(scope: dict[str, Any]) -> Non
         results.append(names["advantages"])
     assert results[0].abs().max() > 0.5
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
-
-
-def test_names_of_verl_are_registered() -> None:
-    pytest.importorskip("verl")
-    from verl.trainer.ppo import core_algos
-
-    import grpo_kernels.integrations.verl
-
-    assert grpo_kernels.integrations.verl  # registers
-    for key, registry in (
-        ("adv_estimator", core_algos.ADV_ESTIMATOR_REGISTRY),
-        ("loss_mode", core_algos.POLICY_LOSS_REGISTRY),
-    ):
-        names = re.findall(rf"{key}=(\w+)", read("moving.md"))
-        assert len(names) == 2 and all(name in registry for name in names), names
 
 
 def test_names_of_the_trainers_exist() -> None:

@@ -40,14 +40,6 @@ def test_no_file_is_unpickled_and_no_text_is_run() -> None:
         assert not found, path
 
 
-@pytest.mark.parametrize(
-    "planted", ["import pickle", "from joblib import load", "x = torch.load(path)", "def f():\n    eval(text)"]
-)
-def test_the_search_sees_a_planted_call(planted: str) -> None:
-    assert list(unsafe_places(planted))
-    assert not list(unsafe_places("model.eval()"))
-
-
 def test_code_of_models_runs_only_on_request() -> None:
     pytest.importorskip("transformers")
     from grpo_trainer.recipe import Model
@@ -55,14 +47,6 @@ def test_code_of_models_runs_only_on_request() -> None:
 
     assert Model().trust_remote_code is False
     assert RewardModel.model_fields["trust_remote_code"].default is False
-
-
-def test_yaml_makes_no_objects() -> None:
-    pytest.importorskip("yaml")
-    from grpo_trainer.recipes import read_yaml
-
-    with pytest.raises(ValueError, match=r"^key: must be YAML, .*python/object"):
-        read_yaml("!!python/object/apply:os.getcwd []", "key")
 
 
 def test_a_recipe_imports_only_functions_that_it_names() -> None:

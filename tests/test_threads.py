@@ -66,43 +66,32 @@ def similarity_groups(prompts: int, size: int) -> Call:
     return lambda: gk.similarity_groups(torch.randn(prompts * size, 384), size)
 
 
-SHORT = {
-    "group_advantages": group_advantages(8192),
-    "group_advantages of ids": group_advantages(8192, torch.randint(1000, (8192,))),
-    "group_advantages of a batch": group_advantages(8192, config="trl-batch"),
-    "policy_loss": policy_loss(64, 512),
-    "policy_loss of whole rows": policy_loss(64, 512, "vespo"),
-    "token_logprobs": token_logprobs(8, 32_000),
-    "endpoint_segments": endpoint_segments(16, 1024),
-    "token_advantages": token_advantages(16, 1024),
-    "similarity_groups": similarity_groups(8, 8),
-}
-LONG = {
-    "group_advantages": group_advantages(2**19),
-    "group_advantages of ids": group_advantages(2**17, torch.randint(1000, (2**17,))),
-    "group_advantages of many ids": group_advantages(2**19, torch.randint(1000, (2**19,))),
-    "group_advantages of a batch": group_advantages(2**18, config="trl-batch"),
-    "policy_loss": policy_loss(256, 2048),
-    "policy_loss of whole rows": policy_loss(256, 2048, "vespo"),
-    "token_logprobs": token_logprobs(128, 32_000),
-    "endpoint_segments": endpoint_segments(256, 4096),
-    "token_advantages": token_advantages(256, 4096),
-    "similarity_groups": similarity_groups(32, 64),
+# short work and long work; ids, or groups by size, take different ways
+WORK: dict[str, tuple[Call, ...]] = {
+    "group_advantages": (group_advantages(8192), group_advantages(2**19)),
+    "group_advantages of ids": (
+        group_advantages(8192, torch.randint(1000, (8192,))),
+        group_advantages(2**17, torch.randint(1000, (2**17,))),
+        group_advantages(2**19, torch.randint(1000, (2**19,))),
+    ),
+    "group_advantages of a batch": (group_advantages(8192, 8, "trl-batch"), group_advantages(2**18, 8, "trl-batch")),
+    "policy_loss": (policy_loss(64, 512), policy_loss(256, 2048)),
+    "policy_loss of whole rows": (policy_loss(64, 512, "vespo"), policy_loss(256, 2048, "vespo")),
+    "token_logprobs": (token_logprobs(8, 32_000), token_logprobs(128, 32_000)),
+    "endpoint_segments": (endpoint_segments(16, 1024), endpoint_segments(256, 4096)),
+    "token_advantages": (token_advantages(16, 1024), token_advantages(256, 4096)),
+    "similarity_groups": (similarity_groups(8, 8), similarity_groups(32, 64)),
 }
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_short_work_stays_on_one_thread(name: str) -> None:
-    assert forks_of(SHORT[name]) == 0
+@pytest.mark.parametrize("name", WORK)
+def test_long_work_is_divided_and_short_work_only_on_request(name: str) -> None:
+    short, *long = WORK[name]
+    assert forks_of(short) == 0 and all(forks_of(call) > 0 for call in long)
     with cpu_threads(2):
-        assert forks_of(SHORT[name]) > 0
-
-
-@pytest.mark.parametrize("name", LONG)
-def test_long_work_is_divided(name: str) -> None:
-    assert forks_of(LONG[name]) > 0
+        assert forks_of(short) > 0
     torch.set_num_threads(1)
-    assert forks_of(LONG[name]) == 0
+    assert all(forks_of(call) == 0 for call in long)
 
 
 # Forks

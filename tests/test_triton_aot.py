@@ -9,15 +9,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tools import aot_compile
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -61,7 +61,7 @@ class Outcome:
 
 @pytest.fixture
 def compile_module(tmp_path: Path) -> Any:
-    """Write a kernel module and run the tool on it."""
+    """Writes a kernel module and runs the tool on it."""
 
     def run(body: str, *targets: str, options: tuple[str, ...] = ()) -> Outcome:
         module = tmp_path / "sample_op.py"
@@ -80,43 +80,6 @@ def run_tool(tmp_path: Path, *args: str) -> Outcome:
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
     rows = json.loads(report.read_text())["rows"] if report.exists() else []
     return Outcome(done.returncode, done.stdout, done.stderr, rows)
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    """The tool as a module; importing it does not import triton."""
-    spec = importlib.util.spec_from_file_location("aot_compile_under_test", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.full
-def test_reports_resources_for_every_target(compile_module: Any) -> None:
-    outcome = compile_module(
-        """
-tuned = triton.heuristics({"BLOCK": lambda args: 1024})(scale)
-AOT_SIGNATURES = (
-    AotCase(scale, TYPES, {"BLOCK": 1024}, aligned=("x_ptr", "y_ptr", "n")),
-    AotCase(tuned, TYPES, {"BLOCK": 2048}, num_warps=8, num_stages=1, label="wide"),
-)
-"""
-    )
-    assert outcome.status == 0, outcome.stderr
-    result = [(row["kernel"], row["label"], row["target"]) for row in outcome.rows]
-    assert result == [("scale", label, target) for label in ("", "wide") for target in TARGETS]
-    for row in outcome.rows:
-        used = row["resources"]
-        assert used["registers"] > 0 and used["shared_bytes"] > 0 and used["binary_bytes"] > 0
-        assert row["op"] == "sample_op" and row["error"] == ""
-        spills = ["spilled_vgprs", "spilled_sgprs"]
-        if row["target"].startswith("sm_"):
-            spills = ["spill_store_bytes", "spill_load_bytes"]
-        assert [used[name] for name in spills] == [0, 0]
-        shown = rf"sample_op +scale +{row['label'] or '-'} +{row['target']} .* ok$"
-        assert re.search(shown, outcome.stdout, flags=re.MULTILINE), outcome.stdout
 
 
 @pytest.mark.full
@@ -183,79 +146,18 @@ AOT_SIGNATURES = (
     assert [row["error"] for row in outcome.rows if row["label"] == "good"] == ["", ""]
 
 
-def test_a_case_must_describe_the_kernels_arguments(compile_module: Any) -> None:
-    outcome = compile_module(
-        """
-block = {"BLOCK": 64}
-AOT_SIGNATURES = (
-    AotCase(big_tile, {"x_ptr": "*fp32"}, block, label="missing"),
-    AotCase(big_tile, POINTERS | {"z_ptr": "*fp32"}, block, label="extra"),
-    AotCase(big_tile, POINTERS | {"BLOCK": "i32"}, {}, label="runtime"),
-    AotCase(scale, TYPES, block, label="hint", aligned=("factor",)),
-    AotCase(big_tile, POINTERS, block, label="option", options={"max_n_reg": 32}),
-)
-""",
-        "sm_80",
-    )
-    assert outcome.status == 1
-    errors = {row["label"]: row["error"] for row in outcome.rows}
-    assert "y_ptr: neither in signature nor in constexprs" in errors["missing"]
-    assert "z_ptr: not an argument of the kernel" in errors["extra"]
-    assert "BLOCK: declared tl.constexpr but not in constexprs" in errors["runtime"]
-    assert "factor: aligned, but not a pointer or an integer" in errors["hint"]
-    assert "unknown option max_n_reg" in errors["option"]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("", "must declare a non-empty tuple AOT_SIGNATURES"),
-        ("AOT_SIGNATURES = ()", "must declare a non-empty tuple AOT_SIGNATURES"),
-        ("AOT_SIGNATURES = (scale,)", "which is not an AotCase"),
-        (
-            "AOT_SIGNATURES = (AotCase(scale, TYPES, {}), AotCase(scale, TYPES, {}))",
-            "need different labels: scale",
-        ),
-        ("def broken(:", "SyntaxError"),
-    ],
-)
-def test_a_module_without_usable_cases_fails(compile_module: Any, body: str, message: str) -> None:
-    outcome = compile_module(body)
-    assert outcome.status == 1
-    assert "sample_op.py: " in outcome.stderr and message in outcome.stderr
-
-
-def test_ptxas_log_with_a_called_function(tool: ModuleType) -> None:
-    log = """
-ptxas info    : Compiling entry function 'kernel' for 'sm_90a'
-ptxas info    : Function properties for kernel
-    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
-ptxas info    : Function properties for helper
-    0 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads
-ptxas info    : Used 40 registers, used 1 barriers, 16 bytes cumulative stack size
-"""
-    expected = {"registers": 40, "scratch_bytes": 16, "spill_store_bytes": 12, "spill_load_bytes": 16}
-    assert tool.parse_ptxas(log) == expected
-
-
-def test_missing_numbers_are_an_error_rather_than_zero(tool: ModuleType) -> None:
+def test_missing_numbers_are_an_error_rather_than_zero() -> None:
     with pytest.raises(RuntimeError, match="did not report"):
-        tool.parse_ptxas("ptxas info : Used 40 registers")
+        aot_compile.parse_ptxas("ptxas info : Used 40 registers")
     with pytest.raises(RuntimeError, match="vgpr_count"):
-        tool.parse_amdgcn("    .sgpr_count: 19\n")
+        aot_compile.parse_amdgcn("    .sgpr_count: 19\n")
 
 
-def test_shared_memory_is_limited_by_the_target(tool: ModuleType) -> None:
-    case = tool.AotCase(None, {}, {})
-    used = tool.Resources(registers=32, scratch_bytes=0, shared_bytes=200 * 1024, binary_bytes=1)
-    refused = [name for name in TARGETS if "shared memory" in tool.verdict(case, name, used)]
+def test_shared_memory_is_limited_by_the_target() -> None:
+    case = aot_compile.AotCase(None, {}, {})
+    used = aot_compile.Resources(registers=32, scratch_bytes=0, shared_bytes=200 * 1024, binary_bytes=1)
+    refused = [name for name in TARGETS if "shared memory" in aot_compile.verdict(case, name, used)]
     assert refused == ["sm_80", "gfx942"]
-
-
-def test_the_tool_finds_every_op(tool: ModuleType) -> None:
-    assert tool.find_ops() == OPS
-    assert list(tool.TARGETS) == TARGETS
 
 
 @pytest.mark.full
@@ -263,12 +165,10 @@ def test_the_tool_finds_every_op(tool: ModuleType) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_op_compiles_for_every_target(op: str, target: str, tmp_path: Path) -> None:
     outcome = run_tool(tmp_path, "--op", op, "--target", target)
-    # A module that declares no cases fails here, too, because the tool rejects it.
+    # a module that declares no cases fails here, too, because the tool rejects it
     assert outcome.status == 0, outcome.stdout + outcome.stderr
-    cases = {(row["kernel"], row["label"]) for row in outcome.rows}
-    assert cases
-    expected = {(*case, target) for case in cases}
-    assert {(row["kernel"], row["label"], row["target"]) for row in outcome.rows} == expected
+    assert {row["target"] for row in outcome.rows} == {target}
+    assert all(row["resources"]["registers"] > 0 and f"{row['kernel']} " in outcome.stdout for row in outcome.rows)
 
 
 def test_rows_of_logits_are_loaded_16_bytes_at_a_time(tmp_path: Path) -> None:

@@ -31,25 +31,12 @@ def load(path: Path) -> dict[str, Any]:
     return workflow
 
 
-def schema_errors(schema: str, *paths: Path) -> str:
-    pytest.importorskip("check_jsonschema")
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return "" if done.returncode == 0 else done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_files_follow_their_schemas(schema: str) -> None:
-    assert SCHEMAS[schema]
-    errors = schema_errors(schema, *SCHEMAS[schema])
-    assert not errors, errors
-
-
-def test_the_schema_sees_a_fault(tmp_path: Path) -> None:
-    faulty = tmp_path / "ci.yml"
-    text = (GITHUB / "workflows" / "ci.yml").read_text()
-    faulty.write_text(text.replace("runs-on: ubuntu-latest", "run-on: ubuntu-latest", 1))
-    assert "run-on" in schema_errors("github-workflows", faulty)
+    pytest.importorskip("check_jsonschema")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]
+    done = subprocess.run([*command, *map(str, SCHEMAS[schema])], capture_output=True, text=True)
+    assert SCHEMAS[schema] and done.returncode == 0, done.stdout + done.stderr
 
 
 def commands(workflow: dict[str, Any]) -> list[str]:

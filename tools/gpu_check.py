@@ -3,7 +3,7 @@
     python -m tools.gpu_check [--parts PART ...] [--seconds 530] [--list]
 
 build      the libraries for this GPU, in place; beside it, Triton's kernels are compiled and checked with low priority
-tests      a small call of each op, values and gradients of every kernel's cases against float64, and tests/ops
+tests      values and gradients of every kernel's cases against float64, and tests/ops
 sanitizer  the CUDA kernels' cases under the tools of compute-sanitizer, beside the tests
 benchmarks times of every op and of the installed peers, and the bars, in a process for each op
 trainer    the trainer's default recipe

@@ -31,11 +31,9 @@ using cudaStream_t = void*;
 
 // Called by tests by name; each library has its own state.
 extern "C" {
+// Later launches get the schedules of this seed, from its first on.
 __attribute__((used, visibility("default"))) inline void grpo_kernels_set_schedule_seed(std::uint64_t seed) {
   grpo_kernels::emulation::scheduler.set_seed(seed);
-}
-__attribute__((used, visibility("default"))) inline std::uint64_t grpo_kernels_schedule_seed() {
-  return grpo_kernels::emulation::scheduler.seed();
 }
 __attribute__((used, visibility("default"))) inline void grpo_kernels_set_shared_memory_limit(std::uint64_t bytes) {
   grpo_kernels::emulation::shared_memory_limit = bytes;
@@ -62,10 +60,6 @@ __attribute__((used, visibility("default"))) inline std::uint64_t grpo_kernels_l
 #pragma GCC visibility push(hidden)
 
 namespace grpo_kernels::emulation {
-
-// Later launches get the schedules of this seed, from its first on.
-inline void set_schedule_seed(std::uint64_t seed) { scheduler.set_seed(seed); }
-inline std::uint64_t schedule_seed() { return scheduler.seed(); }
 
 // The types that CUDA has warp operations for; smaller ones convert to int, as in CUDA.
 template <typename T>

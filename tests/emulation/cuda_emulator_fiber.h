@@ -22,8 +22,8 @@
 #endif
 
 // swapcontext() saves the signal mask with a system call, which is far slower than the kernel code between two
-// switches. GRPO_EMULATOR_UCONTEXT forces it, to test the fallback on x86-64.
-#if defined(__x86_64__) && !defined(GRPO_EMULATOR_UCONTEXT)
+// switches.
+#if defined(__x86_64__)
 #define GRPO_EMULATOR_FAST_SWITCH 1
 #else
 #include <ucontext.h>

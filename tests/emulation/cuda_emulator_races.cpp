@@ -47,11 +47,6 @@ struct Race {
   Stamp now, before;
 };
 
-struct Block {
-  std::uint32_t epoch;
-  unsigned index[3];
-};
-
 // The last __threadfence() of a thread.
 struct Fence {
   std::uint32_t epoch = 0, clock = 0;
@@ -97,9 +92,7 @@ std::unordered_map<std::uintptr_t, std::unique_ptr<Page>> pages;
 Recent recent[kRecentPages];
 
 const void* kernel = nullptr;
-unsigned block_size[3];
 Range shared[2];
-std::vector<Block> blocks;  // of the launch
 std::vector<Race> races_of_launch;
 std::uintptr_t library = 0;  // where it is loaded
 
@@ -230,24 +223,10 @@ std::string kernel_name() {
   return name.starts_with("void ") ? name.substr(5) : name;
 }
 
-std::string index_text(const unsigned (&index)[3]) {
-  char text[64];
-  std::snprintf(text, sizeof(text), "(%u,%u,%u)", index[0], index[1], index[2]);
-  return text;
-}
-
-std::string thread_of(const Stamp& stamp) {
-  const unsigned x = stamp.thread % block_size[0], rest = stamp.thread / block_size[0];
-  const auto later = std::upper_bound(blocks.begin(), blocks.end(), stamp.epoch,
-                                      [](std::uint32_t value, const Block& block) { return value < block.epoch; });
-  const Block& block = *std::prev(later);
-  return "block " + index_text(block.index) + " thread " + index_text({x, rest % block_size[1], rest / block_size[1]});
-}
-
 std::string describe(const Race& race) {
   const auto side = [](const Stamp& stamp, bool is_write) {
     return (stamp.is_atomic ? std::string("atomic ") : std::string()) + (is_write ? "write" : "read") + " at " +
-           source_of(stamp) + " by " + thread_of(stamp);
+           source_of(stamp) + " by thread " + std::to_string(stamp.thread) + " of a block";
   };
   return side(race.now, race.is_write) + " of " + std::to_string(race.bytes) + " bytes of " +
          (is_shared(race.address) ? "shared" : "global") + " memory, unordered with the " +
@@ -256,11 +235,9 @@ std::string describe(const Race& race) {
 
 }  // namespace
 
-void begin_launch(const void* function, const unsigned (&block)[3]) {
+void begin_launch(const void* function) {
   kernel = function;
-  std::copy(std::begin(block), std::end(block), block_size);
   launch_epoch = ++epoch;
-  blocks.clear();
   releases.clear();
   races_of_launch.clear();
   if (library == 0) {
@@ -274,9 +251,8 @@ void begin_launch(const void* function, const unsigned (&block)[3]) {
   }
 }
 
-void begin_block(const unsigned (&index)[3], Range static_shared, Range dynamic_shared) {
+void begin_block(Range static_shared, Range dynamic_shared) {
   block_epoch = ++epoch;
-  blocks.push_back({epoch, {index[0], index[1], index[2]}});
   shared[0] = static_shared;
   shared[1] = dynamic_shared;
   acquires.clear();

@@ -29,9 +29,8 @@ struct Range {
 
 #ifdef GRPO_EMULATOR_RACES
 
-// `block` is the size of a block in threads, `index` its index in the grid, each as {x, y, z}.
-void begin_launch(const void* kernel, const unsigned (&block)[3]);
-void begin_block(const unsigned (&index)[3], Range static_shared, Range dynamic_shared);
+void begin_launch(const void* kernel);
+void begin_block(Range static_shared, Range dynamic_shared);
 // Description of the races since begin_launch(), empty if there are none.
 std::string end_launch();
 
@@ -47,8 +46,8 @@ void set_atomic(bool atomic);
 
 #else
 
-inline void begin_launch(const void*, const unsigned (&)[3]) {}
-inline void begin_block(const unsigned (&)[3], Range, Range) {}
+inline void begin_launch(const void*) {}
+inline void begin_block(Range, Range) {}
 inline std::string end_launch() { return {}; }
 inline void set_thread(unsigned, Range) {}
 inline void block_barrier() {}

@@ -103,7 +103,7 @@ class Scheduler {
     call_ = [](const void* callable) { (*static_cast<const Thread*>(callable))(); };
     callable_ = &thread;
     kernels_.insert(kernel);
-    races::begin_launch(kernel, {block.x, block.y, block.z});
+    races::begin_launch(kernel);
     run_blocks(grid, block, shared_bytes);
   }
 
@@ -120,10 +120,6 @@ class Scheduler {
   std::set<const void*> kernels() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return kernels_;
-  }
-  std::uint64_t seed() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return seed_;
   }
 
   // The rest is called by the running kernel.
@@ -274,7 +270,7 @@ inline void Scheduler::run_block(std::size_t shared_bytes, StaticShared& static_
   static_shared.poison();
   const DynamicShared dynamic(shared_bytes);
   dynamic_shared_ = dynamic.get();
-  races::begin_block({blockIdx.x, blockIdx.y, blockIdx.z}, static_shared.range(), dynamic.range());
+  races::begin_block(static_shared.range(), dynamic.range());
   start_threads();
   set_current(pick(/*any=*/true));
   switch_context(caller_, fibers_[current_]->context);

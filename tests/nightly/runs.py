@@ -6,7 +6,9 @@ never uses a second thread, as a forked child could not use the parent's.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -16,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from tests.trainer import small
 KEPT = Path(__file__).parent.parent.parent / "build" / "nightly" / "kept"  # runs that ended otherwise than they must
 REWARD = "tests.nightly.runs:moody"
 PATIENCE = 120.0  # seconds until a run counts as hanging
+FORK = multiprocessing.get_context("fork")
 
 # Supervised and reinforcement steps with similarity groups; a checkpoint after each step, a reference, samples and
 # evaluations with maps: every kind of file that a run writes.
@@ -99,54 +103,41 @@ class Child:
     """
 
     def __init__(self, work: Callable[[], object], environment: Mapping[str, str] | None = None) -> None:
-        reader, writer = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.began = time.monotonic()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(reader)
-            _run_and_exit(work, writer, environment or {})
-        os.close(writer)
-        self._reader, self.status, self.error = reader, None, ""
+        self._reader, writer = FORK.Pipe(duplex=False)
+        self.began, self.error = time.monotonic(), ""
+        self.process = FORK.Process(target=_run_and_exit, args=(work, writer, environment or {}))
+        self.process.start()
+        writer.close()
 
-    def poll(self) -> bool:
-        """Whether the process has ended."""
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self._end(status)
-        return self.status is not None
-
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """Sends a signal; a process that has ended already is left alone."""
-        if not self.poll():
-            os.kill(self.pid, number)
-
-    def wait(self, seconds: float = PATIENCE) -> Child:
-        """Waits for the end; a process that takes longer is killed and reported as hanging."""
-        give_up = time.monotonic() + seconds
-        while not self.poll() and time.monotonic() < give_up:
-            time.sleep(0.001)
-        if not self.poll():
-            os.kill(self.pid, signal.SIGKILL)
-            self._end(os.waitpid(self.pid, 0)[1])
-            self.error = f"still running after {seconds:g} s"
-        return self
+    @property
+    def status(self) -> int | None:
+        return self.process.exitcode
 
     @property
     def was_killed(self) -> bool:
-        return self.status is not None and os.WIFSIGNALED(self.status)
+        return self.status == -signal.SIGKILL
 
-    def _end(self, status: int) -> None:
-        self.status, self.seconds = status, time.monotonic() - self.began
-        with os.fdopen(self._reader) as file:
-            self.error = file.read()
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL:
-            self.error += f"ended by signal {os.WTERMSIG(status)}"
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Sends a signal; a process that has ended already is left alone."""
+        if self.status is None:
+            os.kill(self.process.pid or 0, number)
+
+    def wait(self, seconds: float = PATIENCE) -> Child:
+        """Waits for the end; a process that takes longer is killed and reported as hanging."""
+        self.process.join(seconds)
+        if self.status is None:
+            self.process.kill()
+            self.process.join()
+            self.error = f"still running after {seconds:g} s"
+        self.seconds = time.monotonic() - self.began
+        with contextlib.suppress(EOFError):  # the process ended without a word
+            self.error += self._reader.recv()
+        if self.status is not None and self.status < 0 and not self.was_killed:
+            self.error += f"ended by signal {-self.status}"
+        return self
 
 
-def _run_and_exit(work: Callable[[], object], writer: int, environment: Mapping[str, str]) -> None:
+def _run_and_exit(work: Callable[[], object], writer: Connection, environment: Mapping[str, str]) -> None:
     """The forked side: never returns."""
     status = 1
     try:
@@ -162,8 +153,7 @@ def _run_and_exit(work: Callable[[], object], writer: int, environment: Mapping[
         distributed.destroy_process_group()
         status = 0
     except BaseException as error:
-        with os.fdopen(writer, "w") as file:
-            file.write(f"{type(error).__name__}: {error}\n")
+        writer.send(f"{type(error).__name__}: {error}\n")
     finally:
         os._exit(status)
 
@@ -221,23 +211,18 @@ def differences(expected: dict[str, Any], folder: Path) -> str:
         for name in sorted(expected.keys() | actual.keys())
         if expected.get(name) != actual.get(name)
     ]
-    return f"{', '.join(wrong)}; kept in {_keep(folder)}" if wrong else ""
+    if not wrong:
+        return ""
+    kept = KEPT / f"{time.time_ns()}"  # as a difference may not come up again
+    shutil.copytree(folder, kept)
+    return f"{', '.join(wrong)}; kept in {kept}"
 
 
 def _how(a: Any, b: Any) -> str:
-    if not isinstance(a, bytes) or not isinstance(b, bytes):
-        return "" if a is not None and b is not None else " (missing)" if b is None else " (new)"
-    if len(a) != len(b):
-        return f" ({len(b)} bytes for {len(a)})"
+    if not isinstance(a, bytes) or not isinstance(b, bytes) or len(a) != len(b):
+        return ""
     places = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
     return f" ({len(places)} of {len(a)} bytes, from {places[0]} to {places[-1]})"
-
-
-def _keep(folder: Path) -> Path:
-    """Copies a run out of its temporary folder, as a difference may not come up again."""
-    kept = KEPT / f"{time.time_ns()}"
-    shutil.copytree(folder, kept)
-    return kept
 
 
 def finish_and_compare(folder: Path, expected: dict[str, Any], *overrides: str) -> str:

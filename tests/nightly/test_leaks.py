@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -79,13 +79,6 @@ def test_memory_does_not_grow(name: str) -> None:
     grown = Usage(*json.loads(done.stdout))
     print(f"{name}: {grown.in_use:+,} bytes, {grown.blocks:+,} Python blocks")
     assert not (problem := leaks(grown, CALLS)), problem
-
-
-def test_a_leak_is_found() -> None:
-    kept: list[Any] = []
-    assert "bytes a call" in leaks(growth(lambda: kept.append(torch.empty(40)), 2000, 50), 2000)
-    assert "Python blocks a call" in leaks(growth(lambda: kept.append(object()), 2000, 50), 2000)
-    assert leaks(growth(lambda: torch.empty(40).sum(), 2000, 50), 2000) == ""
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ use one thread there. torch's own ops hang, unless the child sets one thread fir
 from __future__ import annotations
 
 import contextlib
-import itertools
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ import torch
 from tests.emulation.build import ROOT
 from tests.harness import cpu_threads, needs_cpu_kernels
 from tests.ops.all_cases import OPS
-from tests.ops.promises import Inputs, Op, Results, drawn, evaluated
+from tests.ops.promises import Inputs, Op, Results, assert_same_bits, drawn, evaluated
 
 THREADS, ROUNDS, BACKEND = 4, 25, "kernel"
 PATIENCE = 60.0  # seconds for a child, also on a busy machine
@@ -54,52 +54,23 @@ def runnable(without_products: bool = False) -> Cases:
     return cases
 
 
-def call_at_once(cases: Cases, chance: random.Random) -> list[str]:
-    """Every thread calls all cases in an order of its own, again and again. Returns what came out otherwise."""
-    expected = {name: evaluated(op, inputs, BACKEND) for name, (op, inputs) in cases.items()}
-    ready, wrong = threading.Barrier(THREADS), list[str]()
-
-    def work(own: random.Random) -> None:
-        ready.wait()
-        for _ in range(ROUNDS):
-            for name in own.sample([*cases], len(cases)):
-                try:
-                    is_same = equal(evaluated(*cases[name], BACKEND), expected[name])
-                    problem = "" if is_same else "other bits"
-                except Exception as error:
-                    problem = f"{type(error).__name__}: {error}"
-                if problem:
-                    wrong.append(f"{name}: {problem}")
-
-    threads = [threading.Thread(target=work, args=(random.Random(chance.random()),)) for _ in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return wrong
-
-
-def equal(results: Results, expected: Results) -> bool:
-    """Whether all tensors have the same bits; NaN equals NaN."""
-    return results.keys() == expected.keys() and all(
-        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(nan=1e30), b.nan_to_num(nan=1e30))
-        for a, b in ((results[name], expected[name]) for name in expected)
-    )
-
-
 @needs_cpu_kernels
 @pytest.mark.parametrize("count", [1, 2])
 def test_four_threads_get_the_bits_of_one(chance: random.Random, count: int) -> None:
+    """Every thread calls all cases in an order of its own, again and again."""
+    ready = threading.Barrier(THREADS)
     with cpu_threads(count):
-        assert call_at_once(runnable(), chance) == []
+        cases = runnable()
+        expected = {name: evaluated(op, inputs, BACKEND) for name, (op, inputs) in cases.items()}
 
+        def work(own: random.Random) -> None:
+            ready.wait()
+            for _ in range(ROUNDS):
+                for name in own.sample([*cases], len(cases)):
+                    assert_same_bits(evaluated(*cases[name], BACKEND), expected[name])
 
-def test_a_result_that_depends_on_other_calls_is_found(chance: random.Random) -> None:
-    count = itertools.count()
-    steady = Op(dict, lambda inputs, backend: {"result": torch.ones(2)}, {})
-    counting = Op(dict, lambda inputs, backend: {"result": torch.tensor(next(count))}, {})
-    wrong = call_at_once({"steady": (steady, {}), "counting": (counting, {})}, chance)
-    assert wrong == ["counting: other bits"] * (THREADS * ROUNDS)
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(work, [random.Random(chance.random()) for _ in range(THREADS)]))
 
 
 # Forks
@@ -134,39 +105,40 @@ def results(names: str, threads_of_kernels: int = 1) -> dict[str, Results]:
         return {name: op.call(inputs, BACKEND) for name, (op, inputs) in runnable(names == "kernels").items()}
 
 
+def work_of_child(names: str, path: Path) -> None:
+    status = 4
+    try:
+        if names.endswith("on one thread"):
+            torch.set_num_threads(1)
+        torch.save(large_op() if names == "torch" else results(names), path)
+        status = 0
+    finally:
+        os._exit(status)
+
+
 def outcome(after: str, in_child: str) -> str:
-    """What becomes of a forked child: "same", "differs", "hangs", or its status."""
+    """What becomes of a forked child: "same", "hangs", or its status."""
     torch.set_num_threads(2)
     if after == "all ops":
         results("all ops", 2)
     if after == "torch":
         large_op()
     with tempfile.TemporaryDirectory() as folder:
-        path, patience = Path(folder) / "results", 10.0 if in_child == "torch" else PATIENCE
-        pid = os.fork()
-        if pid == 0:
-            try:
-                if in_child.endswith("on one thread"):
-                    torch.set_num_threads(1)
-                torch.save(large_op() if in_child == "torch" else results(in_child), path)
-                os._exit(0)
-            finally:
-                os._exit(4)
-        give_up = time.monotonic() + patience
-        while time.monotonic() < give_up:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended and status:
-                return f"status {status}"
-            if ended:
-                if in_child.endswith("on one thread"):
-                    torch.set_num_threads(1)  # torch's products round as the number of threads says
-                expected, got = results(in_child), torch.load(path)
-                is_same = all(equal(got[name], value) for name, value in expected.items())
-                return "same" if is_same else "differs"
-            time.sleep(0.01)
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
-        return "hangs"
+        path = Path(folder) / "results"
+        child = multiprocessing.get_context("fork").Process(target=work_of_child, args=(in_child, path))
+        child.start()
+        child.join(10.0 if in_child == "torch" else PATIENCE)
+        if child.is_alive():
+            child.kill()
+            return "hangs"
+        if child.exitcode:
+            return f"status {child.exitcode}"
+        if in_child.endswith("on one thread"):
+            torch.set_num_threads(1)  # torch's products round as the number of threads says
+        expected, got = results(in_child), torch.load(path)
+        for name, value in expected.items():
+            assert_same_bits(got[name], value)
+        return "same"
 
 
 if __name__ == "__main__":

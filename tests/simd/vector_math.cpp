@@ -1,9 +1,7 @@
-// Applies vector_math.h, and the conversions of half_lanes.h and of the kernel emulator, to arrays; called by
-// test_vector_math.py.
+// Applies vector_math.h and the conversions of half_lanes.h to arrays; called by test_vector_math.py.
 #include "common/simd/vector_math.h"
 
 #include "common/simd/half_lanes.h"
-#include "cuda_emulator_half.h"
 
 using namespace grpo_kernels::GRPO_SIMD;
 
@@ -39,19 +37,6 @@ void widen_half(const grpo_kernels::Half* from, float* to, int64_t count) { wide
 void widen_bfloat16(const grpo_kernels::BFloat16* from, float* to, int64_t count) { widen(from, to, count); }
 void narrow_half(const float* from, grpo_kernels::Half* to, int64_t count) { narrow(from, to, count); }
 void narrow_bfloat16(const float* from, grpo_kernels::BFloat16* to, int64_t count) { narrow(from, to, count); }
-// Signatures without the emulator's types, which are hidden.
-void emulator_widen_half(const uint16_t* from, float* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = __half2float(__ushort_as_half(from[i]));
-}
-void emulator_widen_bfloat16(const uint16_t* from, float* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = __bfloat162float(__ushort_as_bfloat16(from[i]));
-}
-void emulator_narrow_half(const float* from, uint16_t* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = __half_as_ushort(__float2half_rn(from[i]));
-}
-void emulator_narrow_bfloat16(const float* from, uint16_t* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = __bfloat16_as_ushort(__float2bfloat16_rn(from[i]));
-}
 void apply_float(int function, const float* from, float* to, int64_t count) {
   apply<WideFloats>(function, from, to, count);
 }
