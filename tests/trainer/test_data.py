@@ -51,7 +51,7 @@ def data(folder: Path, lines: list[Any], **settings: Any) -> Data:
 # Files
 
 
-def test_values_are_read_as_they_are_write_data(tmp_path: Path) -> None:
+def test_values_are_read_as_they_are_written(tmp_path: Path) -> None:
     """Among them what `datasets` would change: dates, numbers in quotes, large numbers, columns of several kinds."""
     lines = [
         {"prompt": "a\u2028b\u0085c", "answer": "2001-01-01", "n": 1, "k": "1"},

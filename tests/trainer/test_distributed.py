@@ -40,6 +40,7 @@ SEGMENTS = "rl.algorithm={name: group_ppo, segments: {threshold_lr: 0.5}}"
 CLUSTERS = "rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed, sharing: 0.5}}"
 CRITIC = "rl.algorithm={name: ppo, critic: {separate: true, warmup: 1}}"
 SHARDED = "distributed=fsdp2"
+SHORT = "rl.rollout={prompts: 1, num_generations: 2, max_completion_length: 6}"
 ONE = ("sft.batch=1", "data.options.test=1")  # too few rows for the second process to have one
 RUNS = {
     "grpo": (*ODD, *SAMPLES),
@@ -47,7 +48,7 @@ RUNS = {
     "group_ppo": (*ODD, SEGMENTS),
     "clusters": (*ODD, CLUSTERS),
     "critic": (*ODD, CRITIC),
-    "one_prompt": (*ODD, *ONE, "rl.rollout={prompts: 1, num_generations: 2}", "rl.minibatches=1"),
+    "one_prompt": (*ODD, *ONE, SHORT, "rl.minibatches=1"),
     "sharded": (*ODD, SHARDED),
     "sharded_banned": (*ODD, "model.banned=[0, a, s, '#', Ġman, '=']", SHARDED),
     "sharded_values": (*ODD, SEGMENTS, SHARDED),

@@ -244,6 +244,7 @@ def test_the_page_of_two_adapters(tmp_path: Path) -> None:
     expected = {"norm": float(values.norm()), "effective rank": math.exp(-float((shares * shares.log()).sum()))}
     expected["cosine"] = float((products[0] * products[1]).sum() / products[0].norm() / products[1].norm())
     first, second = (update["layers.1.q"] for update in updates)
+    assert measure(second)["norm"] == pytest.approx(float(products[1].norm()), rel=1e-4)
     assert measure(first, second) == pytest.approx(expected, rel=1e-4) and "cosine" not in measure(first)
     zero = measure(first._replace(b=torch.zeros_like(first.b)), first)  # neither rank nor direction
     assert [*zero.values()] == pytest.approx([0, math.nan, math.nan], nan_ok=True)
