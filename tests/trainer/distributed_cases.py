@@ -7,33 +7,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from grpo_trainer import distributed
 from grpo_trainer import train as training
-from grpo_trainer.policy import Policy
 
 from tests.trainer import small
-
-
-class Stop(Exception):
-    """Raised where a run is to be killed."""
 
 
 def fails_in_the_second(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
     if distributed.rank() == 1:
         raise ValueError("no reward today")
     return [0.0] * len(completions)
-
-
-def breaks_the_second_model(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """Breaks a forward pass, where processes wait for each other and a failure cannot be passed on."""
-    if distributed.rank() == 1:
-
-        def broken(self: Policy, *_: Any, **__: Any) -> Any:
-            raise RuntimeError("the second model is broken")
-
-        Policy._loss = broken  # type: ignore[method-assign]
-    return small.digits(prompts, completions)
 
 
 def is_different_in_each(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
@@ -43,29 +28,20 @@ def is_different_in_each(prompts: list[str], completions: list[str], **columns: 
 
 def main(cases: Path) -> None:
     torch.set_num_threads(1)
-    real, set_up = training.items_of_step, training.set_up
-    runs: list[Any] = []
+    set_up, runs = training.set_up, list[Any]()
     training.set_up = lambda *a: runs.append(set_up(*a)) or runs[-1]  # type: ignore[func-returns-value]
     for case in json.loads(cases.read_text()):
-        stop = case.get("stop")
-
-        def items(recipe, phase, data, count, step, stop=stop):  # type: ignore[no-untyped-def]
-            if stop is not None and [phase, step] == stop:
-                raise Stop
-            return real(recipe, phase, data, count, step)
-
-        training.items_of_step = items
         folder = Path(case["folder"])
+        recipe = small.recipe(folder, *case.get("overrides", ()))
         try:
-            training.train(small.recipe(folder, *case.get("overrides", ())), case.get("resume", False))
-            here, whole = 0, 0
-            for parameter in runs[-1].policy.parameters():
-                whole += parameter.numel()
-                here += (parameter.to_local() if distributed.is_sharded(parameter) else parameter).numel()  # type: ignore[attr-defined]
-            parts = folder.parent / f"{folder.name}-parts-{distributed.rank()}"
-            parts.write_text(json.dumps({"here": here, "all": whole}))
-        except Stop:
-            pass
+            if case.get("stop") is not None:
+                small.stop_before(pytest.MonkeyPatch(), recipe, *case["stop"])
+            else:
+                training.train(recipe, case.get("resume", False))
+            weights = [*runs[-1].policy.parameters()]
+            local = [weight.to_local() if distributed.is_sharded(weight) else weight for weight in weights]
+            sizes = {"here": sum(part.numel() for part in local), "all": sum(weight.numel() for weight in weights)}
+            (folder.parent / f"{folder.name}-parts-{distributed.rank()}").write_text(json.dumps(sizes))
         except Exception as error:
             (folder.parent / f"{folder.name}-error-{distributed.rank()}").write_text(f"{type(error).__name__}: {error}")
     distributed.destroy_process_group()

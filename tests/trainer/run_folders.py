@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from tests.trainer.small import lines
+
 Line = dict[str, Any]
 
 # metrics of a step: the value at the start, and its growth a step
@@ -24,16 +26,7 @@ METRICS = {
 }
 
 
-def write(
-    folder: Path,
-    shares: tuple[float, ...] = (0.3, 0.5, 0.8),
-    *,
-    name: str = "made up",
-    seed: int = 3,
-    steps: int = 45,
-    finished: bool = True,
-    rich: bool = True,
-) -> Path:
+def write(folder: Path, *shares: float, name: str = "made up", seed: int = 3, steps: int = 45, left: int = 0) -> Path:
     """Writes a run.
 
     Args:
@@ -42,9 +35,9 @@ def write(
         name: name of the recipe.
         seed: its seed.
         steps: logged steps of RL.
-        finished: whether these are all steps, with an evaluation after them.
-        rich: whether evaluations have samples and measures.
+        left: steps that are missing; then there is no evaluation after the last one.
     """
+    shares = shares or (0.3, 0.5, 0.8)
     recipe = {
         "name": name,
         "seed": seed,
@@ -52,56 +45,51 @@ def write(
         "data": {"task": "arithmetic"},
         "evaluation": {"solved": 1.0},
         "sft": {"steps": 3},
-        "rl": {"steps": steps if finished else steps + 5, "algorithm": {"name": "grpo"}},
+        "rl": {"steps": steps + left, "algorithm": {"name": "grpo"}},
     }
     folder.mkdir(parents=True)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    lines: list[Line] = [{"kind": "train", "phase": "sft", "step": i, "time": i, "train/loss": 3 / i} for i in (1, 2)]
+    metrics: list[Line] = [{"kind": "train", "phase": "sft", "step": i, "time": i, "train/loss": 3 / i} for i in (1, 2)]
     for step in range(1, steps + 1):
         values = {name: start + step * growth for name, (start, growth) in METRICS.items()}
-        lines.append({"kind": "train", "phase": "rl", "step": step, "time": 2 + step} | values)
-    write_lines(folder, "metrics", lines)
+        metrics.append({"kind": "train", "phase": "rl", "step": step, "time": 2 + step} | values)
+    write_lines(folder, "metrics", metrics)
     started = {"event": "started", "time": 0.1, "date": "2026-01-02", "algorithm": "std_floor 0.1"}
     write_lines(folder, "events", [started, *[{"event": "checkpoint", "time": 9.5, "phase": "sft"}] * 2])
     places = [("validation", 0, shares[0]), ("test", 0, shares[0]), ("validation", 20, shares[1])][: 2 + (steps > 20)]
-    places += [("validation", steps, shares[-1]), ("test", steps, shares[-1])] if finished else []
-    write_lines(folder, "evaluations", [evaluation(*place, rich) for place in places])
+    places += [] if left else [("validation", steps, shares[-1]), ("test", steps, shares[-1])]
+    write_lines(folder, "evaluations", [evaluation(*place) for place in places])
     return folder
 
 
-def evaluation(split: str, step: int, share: float, rich: bool) -> Line:
+def evaluation(split: str, step: int, share: float) -> Line:
     """A line of evaluations.jsonl with 20 prompts, of which the first `share` are solved."""
     prompts: list[Line] = []
     for i in range(20):
         solved = float(i < 20 * share)
         line: Line = {"prompt": f"Ann has {i} shells, wins 2.", "greedy": f"#### {i + step}", "reward": solved}
-        samples = {"samples": [f"#### {i}", "so"], "rewards": [solved, 0.0], "measures": {"vendi": 1.5 + solved}}
-        prompts.append(line | (samples if rich else {}))
+        line |= {"samples": [f"#### {i}", "so"], "rewards": [solved, 0.0], "measures": {"vendi": 1.5 + solved}}
+        prompts.append(line)
     metrics: Line = {"exact": share, "reward": share, "truncated": 0.1, "length": 5.0, "prompts": 20.0}
-    if rich:
-        metrics |= {"sampled_reward": share / 2, "pass@1": share / 2, "pass@2": share, "vendi": 1.5 + share}
+    metrics |= {"sampled_reward": share / 2, "pass@1": share / 2, "pass@2": share, "vendi": 1.5 + share}
     return {"phase": "rl", "step": step, "split": split, "metrics": metrics, "prompts": prompts, "embedder": "hashed"}
 
 
-def read_lines(folder: Path, name: str) -> list[Line]:
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-
-
-def write_lines(folder: Path, name: str, lines: list[Line]) -> None:
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+def write_lines(folder: Path, name: str, entries: list[Line]) -> None:
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in entries))
 
 
 def change(folder: Path, edit: Callable[[Line], object], name: str = "evaluations") -> None:
     """Edits each line of a file of the run."""
-    lines = read_lines(folder, name)
-    for line in lines:
+    entries = lines(folder, name)
+    for line in entries:
         edit(line)
-    write_lines(folder, name, lines)
+    write_lines(folder, name, entries)
 
 
 def keep(folder: Path, condition: Callable[[Line], bool]) -> None:
     """Keeps the evaluations that meet a condition."""
-    write_lines(folder, "evaluations", [line for line in read_lines(folder, "evaluations") if condition(line)])
+    write_lines(folder, "evaluations", [line for line in lines(folder, "evaluations") if condition(line)])
 
 
 def change_recipe(folder: Path, key: str, value: object) -> None:

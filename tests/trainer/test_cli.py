@@ -1,37 +1,42 @@
-"""The command grpo as a user types it: what it lists, runs, resumes, evaluates, refuses, and how it is stopped.
+"""The command grpo as a user types it: what it lists, runs, resumes, evaluates, refuses, tracks, and how it is stopped.
 
 Faults they are there for: a signal or a full disk after which the resumed run has other bits, or that leaves half a
-checkpoint; a run that is deleted before another can start; a comparison the wrong way round.
+checkpoint; a run that is deleted before another can start; a comparison the wrong way round; a step counted twice over
+SFT and RL by a tracker; a resumed run that begins a second one there; NaN drawn as 0.
 """
 
 from __future__ import annotations
 
 import errno
+import importlib.machinery
+import itertools
 import json
+import math
+import pkgutil
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from grpo_trainer import checkpoint, cli, evaluate, interruption, setup, sft
 from grpo_trainer import train as training
+from grpo_trainer.log import Log
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.recipes import bundled
-from safetensors import SafetensorError
+from grpo_trainer.train import train
 
-from tests import harness
 from tests.trainer import small
-from tests.trainer.small import assert_equal_runs, lines, newest, steps
-from tests.trainer.test_errors import failed
+from tests.trainer.small import assert_equal_runs, lines, newest, steps, stop_before
+from tests.trainer.test_recipe import failed
 from tools import experiments
 
-HERE = "tests.trainer.test_cli"
 HANDLERS = [signal.getsignal(number) for number in interruption.SIGNALS]
 OVERRIDES = ("sft.steps=2", "rl.steps=3", "evaluation={every: 1, batch: 4}", "checkpoints={every: 2, keep: 9}")
 
@@ -157,17 +162,13 @@ def test_a_dry_run_describes_a_run_and_starts_nothing(
         assert cli.main(["train", recipe, "--dry-run", *options]) == status
 
 
-def ones(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    return [1.0] * len(completions)
-
-
 def test_one_model_is_evaluated_and_two_are_compared(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, out, page = finished / "runs" / "mine", tmp_path / "made" / "out.json", tmp_path / "page"
     prefix, before, after = ["eval", str(finished / "mine.yaml")], f"{run}/checkpoints/sft-2/model", str(newest(run))
     # evaluations sample with the policy, so they need no engine
-    rewards = f"evaluation.rewards=[{{name: '{HERE}:ones'}}]"
+    rewards = small.rewarded_by("equal", part="evaluation")
     assert cli.main([*prefix, after, "evaluation.test_prompts=5", rewards, "rl.rollout.engine=vllm"]) == 0
     printed = capsys.readouterr().out
     assert re.search(rf"{after}\n  reward +1\.0000\n(.*\n)+  prompts +5\.0000\n", printed) and "before" not in printed
@@ -196,27 +197,27 @@ def test_threads_are_set_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # What ends a run early
 
-FULL: Any = OSError(errno.ENOSPC, "No space left on device")
-# a function, the number of its argument with the path, its error, and the path that the error names
-DISKS = {
-    "weights": ("grpo_trainer.checkpoint.save_policy", 1, FULL, "checkpoints/rl-2"),
-    "optimizer": ("safetensors.torch.save_file", 1, SafetensorError("No space left on device"), "checkpoints/rl-2"),
-    "flush": ("grpo_trainer.checkpoint._flush", 0, FULL, "checkpoints/rl-2"),
-    "log": ("pathlib.Path.open", 0, FULL, "samples.jsonl"),
-}
+FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("where", harness.quick(DISKS, "weights", "log"))
+@pytest.mark.parametrize(
+    ("target", "place", "named"),
+    [("grpo_trainer.checkpoint.save_policy", 1, "checkpoints/rl-2"), ("pathlib.Path.open", 0, "samples.jsonl")],
+)
 def test_a_full_disk_leaves_the_last_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    place: int,
+    named: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments, (target, place, error, named) = command(tmp_path, "rl.algorithm.beta=0.0"), DISKS[where]
-    module, _, name = target.rpartition(".")
-    real = getattr(pytest.importorskip(module) if module != "pathlib.Path" else Path, name)
+    """The path is that argument of the function."""
+    arguments, real = command(tmp_path, "rl.algorithm.beta=0.0"), pkgutil.resolve_name(target)
 
     def full(*args: Any, **kwargs: Any) -> Any:
         if re.search("rl-2|samples", str(args[place])):
-            raise error
+            raise FULL
         return real(*args, **kwargs)
 
     with monkeypatch.context() as patch:
@@ -226,12 +227,6 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     assert f"{run}/{named}" in stderr and "No space left on device" in stderr
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["sft-2"]
     assert cli.main([*arguments, "--resume"]) == 0
-
-
-@pytest.fixture
-def without_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_trainer.report.run_page.write_report", lambda folder: folder / "report.html")
-    monkeypatch.setattr("grpo_trainer.report.run_page.summary", lambda folder: "")
 
 
 def raising(real: Callable[..., Any], at_call: int, *numbers: int) -> Callable[..., Any]:
@@ -263,13 +258,14 @@ MOMENTS: dict[str, tuple[Any, str, int, tuple[int, ...], int, str]] = {
 }
 
 
-@pytest.mark.usefixtures("without_reports")
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_stops_at_a_step_and_resumes_with_the_same_bits(
     moment: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     module, name, call, numbers, status, said = MOMENTS[moment]
     is_twice, run = moment.endswith("twice"), tmp_path / "runs" / "mine"
+    monkeypatch.setattr("grpo_trainer.report.run_page.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("grpo_trainer.report.run_page.summary", lambda folder: "")
     with monkeypatch.context() as patch:
         if is_twice:
             patch.setattr(interruption, "SAME_SECONDS", -1.0)
@@ -294,41 +290,32 @@ def test_all_processes_stop_if_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
         interruption.stop_if_asked()
 
 
-@pytest.fixture
-def default_handler() -> Iterator[None]:
-    """Python does not install its own handler where a shell started it in the background, without Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("default_handler")
-@pytest.mark.parametrize("name", ["train", "evaluate", "report"])
-def test_commands_end_without_a_traceback(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, name, raising(lambda *_: 0, 1, signal.SIGINT))
-    assert cli.main([name.replace("evaluate", "eval")]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+def test_commands_end_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("train", "evaluate", "report"):
+        monkeypatch.setattr(cli, name, mock.Mock(side_effect=KeyboardInterrupt))
+        assert cli.main([name.replace("evaluate", "eval")]) == 130
+        assert capsys.readouterr().err == "interrupted\n"
 
 
 # The tool that trains recipes on several seeds
 
 
+calls = itertools.count()
+
+
+def rising(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """A reward that seeds differ in, although greedy responses without training are the same for all of them."""
+    return [next(calls) / 99 for _ in completions]
+
+
 def test_experiments_on_seeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    values = small.values(tmp_path / "unused")
-    values["sft"]["steps"] = values["rl"]["steps"] = 1
-    values["rl"]["rewards"] = [{"name": "reward_of_experiments:rising"}]
-    (tmp_path / "own.yaml").write_text(json.dumps(values | {"name": "own"}))
+    content: dict[str, Any] = {"base": str(finished / "mine.yaml"), "name": "own", "sft": {"steps": 1}}
+    content["rl"] = {"steps": 1, "rewards": [{"name": f"{__name__}:rising"}]}
+    (tmp_path / "own.yaml").write_text(json.dumps(content))
     (tmp_path / "other.yaml").write_text("base: own.yaml\nname: other\nrl: {optimizer: {lr: 0.1}}\n")
-    # greedy responses of a model without training are the same for all seeds
-    code = "calls = []\n\ndef rising(completions, **_):\n    calls.extend(completions)\n"
-    code += "    return [len(calls) / 99] * len(completions)\n"
-    (tmp_path / "reward_of_experiments.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     arguments = ["experiments.py", "own.yaml", "other.yaml", "--seeds", "0", "1", "--folder", "made"]
     monkeypatch.setattr(sys, "argv", arguments)
     experiments.main()
@@ -346,8 +333,125 @@ def test_experiments_on_seeds(
     experiment = experiments.Experiment("own.yaml", variants, lambda _: {"one": 1.0})
     monkeypatch.setitem(experiments.EXPERIMENTS, "mine", experiment)
     runs = experiments.run_experiment("mine", 3, tmp_path / "variants", [])
-    model = str(next((runs["SFT"].path / "checkpoints").glob("sft-1/model")))
+    model = str(runs["SFT"].path / "checkpoints" / "sft-1" / "model")
     paths = {name: run.setting("model.path") for name, run in runs.items()}
     assert paths == {"SFT": "tiny", "plain": model, "doctor": model}
     assert runs["doctor"].setting("rl.algorithm.name") == "dr_grpo" and runs["plain"].setting("seed") == 3
-    assert experiments.figures(runs["plain"], experiment.measure)["one"] == 1.0
+
+
+# Trackers and the progress line
+
+SHORT = ("sft.steps=2", "rl.steps=2", "rl.rollout.prompts=2", "checkpoints.every=1")
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Stand-ins of the packages, which note their calls and keep tables and histograms as they are."""
+    modules = {
+        name: mock.MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None)) for name in ("wandb", "trackio")
+    }
+    for name, fake in modules.items():
+        fake.Table.side_effect = lambda dataframe: dataframe
+        fake.Histogram.side_effect = lambda values, num_bins: values
+        monkeypatch.setitem(sys.modules, name, fake)
+    return modules
+
+
+def logged(fake: Any) -> list[tuple[int, dict[str, Any]]]:
+    return [(call.kwargs["step"], call.args[0]) for call in fake.log.call_args_list]
+
+
+def test_everything_arrives_with_its_step_and_a_resumed_run_continues(
+    tmp_path: Path, fakes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to = ("logging.to=[wandb, trackio]", "logging.project=mine", "logging.samples=3")
+    recipe = small.recipe(tmp_path, *SHORT, *to)
+    stop_before(monkeypatch, recipe, "rl", 2)
+    with pytest.raises(FileExistsError):
+        train(recipe)  # refused before a tracker is opened
+    train(recipe, resume=True)
+    header = ("kind", "phase", "step", "split", "time")
+    expected = [
+        (e["step"] + 2 * (e["phase"] == "rl"), {k: v for k, v in e.items() if k not in header and v is not None})
+        for e in lines(tmp_path)
+    ]
+    samples, first = lines(tmp_path, "samples"), steps(tmp_path)[0]
+    for name, fake in fakes.items():
+        entries = [(step, values) for step, values in logged(fake) if not {"samples", "histograms/rewards"} & {*values}]
+        assert all(entry in entries for entry in expected) and fake.finish.call_count == 2
+        begun, again = (call.kwargs for call in fake.init.call_args_list)
+        assert begun["project"] == "mine" and begun["name"].startswith("small") and begun["config"]["seed"] == 0
+        assert begun == again and begun["resume"] == "allow"
+        tables = [(step, values["samples"]) for step, values in logged(fake) if "samples" in values]
+        assert [step for step, _ in tables] == [3, 4]
+        assert [*tables[1][1].columns] == ["prompt", "response", "rewards", "advantage"]
+        assert [*tables[1][1]["response"]] == [sample["response"] for sample in samples[-3:]]
+        histograms = [(step, v["histograms/rewards"]) for step, v in logged(fake) if "histograms/rewards" in v]
+        assert [step for step, _ in histograms] == [3, 4] and len(histograms[0][1]) == 8
+        assert histograms[0][1].max() == pytest.approx(first["rewards/max"])
+        Log(small.recipe(tmp_path / f"other {name}", f"logging.to=[{name}]")).open()
+        key = "id" if name == "wandb" else "name"
+        assert fake.init.call_args.kwargs[key] != begun[key]
+
+
+def test_the_progress_line_of_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    log = Log(small.recipe(tmp_path, "logging.progress=true"))
+    log.progress("rl", 1, 100, {"rewards/mean": 0.4567, "train/kl_mean": 0.0012, "speed/tokens_per_second": 12345.6})
+    log.line("a line above")
+    log.close()
+    printed = capsys.readouterr().err
+    assert "1/100" in printed and "reward 0.457, KL 0.001, tokens/s 12,346" in printed and "\ra line above\n" in printed
+
+
+def test_undefined_values_are_left_out_and_a_tracker_that_refuses_is_named(
+    tmp_path: Path, fakes: dict[str, Any]
+) -> None:
+    recipe, fake = small.recipe(tmp_path, "logging.to=[wandb]"), fakes["wandb"]
+    log = Log(recipe)
+    log.metrics("rl", 3, {"a": math.nan, "b": 0.0, "c": math.inf})
+    assert [lines(tmp_path)[0][name] for name in "abc"] == [None, 0.0, None]
+    log.histograms("rl", 3, {"x": torch.tensor([[0.0, math.nan], [1.0, math.inf]]), "y": torch.tensor([math.nan])})
+    metrics, (step, values) = logged(fake)
+    assert metrics == (7, {"b": 0.0, "c": math.inf})
+    assert step == 7 and [*values] == ["x"] and values["x"].tolist() == [0.0, 1.0]
+    fake.Error, fake.init.side_effect = (
+        RuntimeError,
+        RuntimeError("No API key configured.\nUse `wandb login` to log in."),
+    )
+    refused = r"^logging\.to: wandb refuses the run: No API key configured\. Use `wandb login` to log in\.$"
+    with pytest.raises(ValueError, match=refused):
+        Log(recipe).open()
+
+
+@pytest.mark.full
+def test_wandb_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    train(small.recipe(tmp_path / "run", *SHORT, "logging.to=[wandb]"))
+    tables = [json.loads(path.read_text()) for path in tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")]
+    samples = lines(tmp_path / "run", "samples")
+    assert sorted(row[1] for table in tables for row in table["data"]) == sorted(line["response"] for line in samples)
+
+
+def test_tensorboard_itself(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = Log(small.recipe(tmp_path, "logging.to=[tensorboard]"))
+    log.open()
+    log.metrics("sft", 4, {"train/loss": 2.0})
+    log.metrics("rl", 1, {"train/loss": 0.5, "train/kl_mean": math.nan})
+    log.samples("rl", 1, [{"prompt": "1 | 2", "response": "a\nb", "rewards": [0.5], "advantage": 0.25}])
+    log.histograms("rl", 1, {"histograms/rewards": torch.tensor([0.0, 1.0, 1.0])})
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["train/loss"]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(4, 2.0), (5, 0.5)]
+    text = events.Tensors("samples/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text.splitlines()[2] == "| 1 \\| 2 | a<br>b | [0.5] | 0.25 |"
+    (histogram,) = events.Histograms("histograms/rewards")
+    assert histogram.step == 5 and histogram.histogram_value.num == 3 and histogram.histogram_value.sum == 2

@@ -8,7 +8,6 @@ responses that share with another prompt, or with a wrong one.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +38,6 @@ from torch import Tensor
 import grpo_kernels as gk
 from tests.trainer import small
 
-HERE = "tests.trainer.test_credit"
 SIZE, WIDTH = 6, 5
 LENGTHS = torch.tensor([3, 5, 1, 2, 4, 3, 5, 5, 2, 1, 3, 4])
 MASK = torch.arange(WIDTH) < LENGTHS[:, None]
@@ -83,18 +81,15 @@ def test_rewards_above_the_lowest_are_divided_among_similar_responses(power: flo
     close = {"rtol": 0, "atol": 3 * 5 * torch.finfo(torch.float64).eps}
     torch.testing.assert_close(share_rewards(REWARDS, CLUSTERS, 6, power), expected, **close)
     both = torch.cat([REWARDS, REWARDS.flip(0)], 1)  # columns share apart from each other
-    columns = [share_rewards(both[:, i : i + 1], CLUSTERS, 6, power) for i in range(2)]
-    assert torch.equal(share_rewards(both, CLUSTERS, 6, power), torch.cat(columns, 1))
-
-
-def test_responses_without_a_cluster_or_a_reward_take_no_share() -> None:
+    torch.testing.assert_close(share_rewards(both, CLUSTERS, 6, power)[:, :1], expected, **close)
+    # responses without a cluster or a reward take no share
     outside = torch.where((torch.arange(12) == 1) | (torch.arange(12) == 2), -1, CLUSTERS)
-    assert share_rewards(REWARDS, outside, 6, 1.0).flatten()[:3].tolist() == [1, 1, 1]
+    assert share_rewards(REWARDS, outside, 6, power).flatten()[:3].tolist() == [1, 1, 1]
     missing = REWARDS.clone()
     missing[0] = math.nan
-    divided = share_rewards(missing, CLUSTERS, 6, 1.0).flatten()
-    assert divided[0].isnan() and divided[1:5].tolist() == [0.5, 0.5, 0, 1]
-    assert share_rewards(torch.full_like(REWARDS, math.nan), CLUSTERS, 6, 1.0).isnan().all()
+    divided = share_rewards(missing, CLUSTERS, 6, power).flatten()
+    assert divided[0].isnan() and divided[1:5].tolist() == pytest.approx([half, half, 0, 1])
+    assert share_rewards(torch.full_like(REWARDS, math.nan), CLUSTERS, 6, power).isnan().all()
 
 
 def test_advantages_within_and_between_clusters() -> None:
@@ -158,91 +153,27 @@ def test_rewards_arrive_at_last_tokens_and_lengths_are_those_in_the_loss() -> No
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize(("ratio", "kept"), [(0.5, 4), (0.25, 2), (0.01, 1), (0.9, 7)])
-def test_a_share_of_the_responses_in_the_loss_is_kept(per_token: bool, ratio: float, kept: int) -> None:
-    """Those with the largest advantages of each group."""
+@pytest.mark.parametrize("ratio", [0.5, 0.25, 0.01, 0.9])
+@pytest.mark.parametrize("out", [0, 4])
+def test_a_share_of_the_responses_in_the_loss_is_kept(per_token: bool, ratio: float, out: int) -> None:
+    """Those with the largest advantages of each group, out of those that are in the loss already."""
     ones = torch.ones(40, 6, dtype=torch.bool)
     batch = Batch(torch.ones(5, 1), ones[:5, :1], torch.ones(40, 6), ones, torch.arange(40) // 8)
     rollout = Rollout([{}] * 5, batch, torch.zeros(40, 6), ~ones[:, 0], [""] * 40)
     advantages = torch.randn((40, 6) if per_token else (40,), generator=torch.Generator().manual_seed(4))
-    credit, before = Credit(advantages), ones.clone()
+    before = ones.clone()
+    before[:, 3:] = before[:out] = False
+    credit = Credit(advantages, mask=before)
     _keep_largest(credit, rollout, ratio)
     assert credit.mask is not None
-    keeps = credit.mask.any(1).view(5, 8)
-    assert torch.equal(credit.mask, credit.mask.any(1)[:, None].expand_as(credit.mask))
-    assert keeps.sum(1).tolist() == [kept] * 5 and credit.metrics["train/kept_rows"] == 5 * kept
-    size = (advantages.abs().amax(1) if per_token else advantages.abs()).view(5, 8)
-    for row, chosen in zip(size, keeps, strict=True):
-        assert sorted(row.tolist(), reverse=True)[:kept] == sorted(row[chosen].tolist(), reverse=True)
-    before[:, 3:] = False
-    within = dataclasses.replace(credit, mask=before)
-    _keep_largest(within, rollout, ratio)
-    assert within.mask is not None and not within.mask[:, 3:].any() and within.mask[:, :3].any(1).sum() == 5 * kept
-    before[4:8] = before[0:4] & False  # a share of those that are in the loss already
-    in_part = dataclasses.replace(credit, mask=before)
-    _keep_largest(in_part, rollout, 0.5)
-    assert in_part.mask is not None and in_part.mask.any(1).view(5, 8).sum(1).tolist() == [2, 4, 4, 4, 4]
-
-
-def best_if_truncated(prompts: list[str], completions: list[str], truncated: list[bool], **_: Any) -> list[float]:
-    """A reward of 100 for truncated responses, and a small one that varies for the others."""
-    # multiples of 1/8 have exact means
-    return [100.0 if cut else len(text) % 7 / 8 for text, cut in zip(completions, truncated, strict=True)]
-
-
-def rloo(rewards: Tensor, left_out: Tensor, size: int) -> Tensor:
-    """RLOO over the responses that are not left out, prompt by prompt."""
-    want = torch.zeros_like(rewards)
-    for start in range(0, len(rewards), size):
-        rows = [row for row in range(start, start + size) if not left_out[row]]
-        for row in rows if len(rows) > 1 else []:
-            others = [float(rewards[other]) for other in rows if other != row]
-            want[row] = float(rewards[row]) - sum(others) / len(others)
-    return want
-
-
-@pytest.mark.parametrize("truncated", ["vote", "leave_out"])
-@pytest.mark.parametrize("is_rejecting", [False, True])
-def test_truncated_and_rejected_responses_do_not_vote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, truncated: str, is_rejecting: bool
-) -> None:
-    """The mismatch of every third response is large, and rejects all of its tokens; rewards are reported either way."""
-    masks: list[Tensor] = []
-    seen: dict[str, Any] = {}
-
-    def correct(run: Run, rollout: Rollout, mask: Tensor) -> gk.SamplingCorrection:
-        masks.append(mask)
-        by_engine = rollout.logprobs.clone()
-        by_engine[::3] -= 5
-        config = gk.CorrectionConfig(rejections=(("seq_mean_k1", -1.0, 1.0),))
-        return gk.sampling_correction(rollout.logprobs, by_engine, mask=mask, config=config)
-
-    def update(run: Run, rollout: Rollout, credit: Credit, *_: Any) -> dict[str, float]:
-        seen.update(rollout=rollout, credit=credit)
-        return {"train/skipped": 1.0}
-
-    monkeypatch.setattr(training, "update", update)
-    if is_rejecting:
-        monkeypatch.setattr(training, "correct_sampling", correct)
-    reward = f"rl.rewards=[{{name: '{HERE}:best_if_truncated'}}]"
-    run = small.ready(small.recipe(tmp_path, "rl.algorithm.name=rloo", reward, f"rl.rollout.truncated={truncated}"))
-    small.ending(run.policy, 2.0)
-    metrics = training.rl_step(run, run.items("train")[:6], 1)
-    rollout, credit = seen["rollout"], seen["credit"]
-    cut, tokens = rollout.truncated, rollout.batch.tokens
-    assert 0 < int(cut.sum()) < len(cut)
-    assert torch.equal(cut, tokens[torch.arange(len(cut)), rollout.lengths - 1] != run.policy.eos_id)
-    left_out = torch.arange(len(cut)) % 3 == 0 if is_rejecting else torch.zeros_like(cut)
-    if truncated == "leave_out":
-        left_out = left_out | cut
-        assert not any(mask[cut].any() for mask in masks)  # nor do they count in the statistics of the correction
-    assert (credit.mask is None) == (not is_rejecting and truncated == "vote")
-    assert torch.equal(credit.in_loss(rollout.batch.mask), rollout.batch.mask & ~left_out[:, None])
-    rewards = torch.tensor(best_if_truncated([], rollout.texts, cut.tolist()))
-    want = rloo(rewards, left_out, rollout.group_size)
-    assert want.any()
-    torch.testing.assert_close(credit.advantages, want, rtol=1e-5, atol=1e-4)
-    assert metrics["rewards/max"] == 100 and metrics["rewards/unscored"] == 0 < metrics["rollout/truncated"] < 1
+    keeps = credit.mask.any(1)
+    assert torch.equal(credit.mask, before & keeps[:, None])
+    size = advantages.abs().amax(1) if per_token else advantages.abs()
+    for start in range(0, 40, 8):
+        rows = [row for row in range(start, start + 8) if before[row].any()]
+        count = max(1, round(ratio * len(rows)))
+        assert {*rows} >= {*sorted(rows, key=lambda row: -size[row])[:count]} == {row for row in rows if keeps[row]}
+    assert credit.metrics["train/kept_rows"] == keeps.sum()
 
 
 # The gradient of a step
@@ -261,11 +192,11 @@ def some_unscored_or_equal(prompts: list[str], completions: list[str], **_: Any)
     ]
 
 
-def counted_rows(rollout: Rollout) -> dict[int, float]:
+def counted_rows(rollout: Rollout, is_out: Tensor) -> dict[int, float]:
     """Advantages of Dr.GRPO of the rows that count, written apart."""
     rewards, counted = some_unscored_or_equal([], rollout.texts), dict[int, float]()
     for start in range(0, len(rewards), 4):
-        rows = [row for row in range(start, start + 4) if rewards[row] is not None and not rollout.truncated[row]]
+        rows = [row for row in range(start, start + 4) if rewards[row] is not None and not is_out[row]]
         scores = {row: float(rewards[row] or 0.0) for row in rows}
         if len({*scores.values()}) > 1:
             counted |= {row: score - sum(scores.values()) / len(scores) for row, score in scores.items()}
@@ -295,15 +226,26 @@ def loss_of(
     return want
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("aggregation", SHARES)
 @pytest.mark.parametrize("micro_batch", [1, 5, 64])
+@pytest.mark.parametrize("truncated", ["vote", "leave_out"])
+@pytest.mark.parametrize("is_rejecting", [False, True])
 def test_a_step_divides_by_what_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aggregation: str, micro_batch: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    aggregation: str,
+    micro_batch: int,
+    truncated: str,
+    is_rejecting: bool,
 ) -> None:
-    """Against a float64 gradient; a ratio is 1 in a step's first minibatch."""
+    """Against a float64 gradient; a ratio is 1 in a step's first minibatch.
+
+    The mismatch of every third response is large, and rejects all of its tokens.
+    """
     loss = f"{{entropy_coef: 0.2, aggregation: {aggregation}}}"
-    more = (f"rl.rewards=[{{name: '{HERE}:some_unscored_or_equal'}}]", f"rl.micro_batch={micro_batch}")
-    more += ("rl.rollout.truncated=leave_out", "rl.minibatches=1", "rl.num_iterations=1")
+    more = (small.rewarded_by(f"{__name__}:some_unscored_or_equal"), f"rl.micro_batch={micro_batch}")
+    more += (f"rl.rollout.truncated={truncated}", "rl.minibatches=1", "rl.num_iterations=1")
     run = small.ready(small.recipe(tmp_path, f"rl.algorithm={{name: dr_grpo, beta: 0.3, loss: {loss}}}", *more))
     lm, seen = run.policy.lm, dict[str, Any]()
     reference = copy.deepcopy(lm).double().eval()
@@ -312,6 +254,13 @@ def test_a_step_divides_by_what_counts(
             weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())) / 10)
         lm.get_output_embeddings().weight[run.policy.eos_id] *= 12  # some responses end, others are truncated
     update = training.update
+
+    def correct(run: Run, rollout: Rollout, mask: Tensor) -> gk.SamplingCorrection:
+        seen.update(mask=mask)
+        by_engine = rollout.logprobs.clone()
+        by_engine[::3] -= 5
+        config = gk.CorrectionConfig(rejections=(("seq_mean_k1", -1.0, 1.0),))
+        return gk.sampling_correction(rollout.logprobs, by_engine, mask=mask, config=config)
 
     def spy(run: Run, rollout: Rollout, credit: Credit, *more: Any) -> dict[str, float]:
         seen.update(rollout=rollout, policy=copy.deepcopy(lm).double().eval())
@@ -323,17 +272,23 @@ def test_a_step_divides_by_what_counts(
 
     monkeypatch.setattr(training, "update", spy)
     monkeypatch.setattr(training, "optimizer_step", keep)
+    if is_rejecting:
+        monkeypatch.setattr(training, "correct_sampling", correct)
     metrics = training.rl_step(run, run.items("train")[:6], 2)
-    rollout, policy = seen["rollout"], seen["policy"]
-    counted = counted_rows(rollout)
-    assert len(rollout.texts) - len(counted) > 6 and len(counted) > 4 and rollout.truncated[4:].any()
-    assert any(row % 4 == 1 and not rollout.truncated[row] and row - 1 in counted for row in range(4, 24))
+    rollout, policy, cut = seen["rollout"], seen["policy"], seen["rollout"].truncated
+    is_out = cut if truncated == "leave_out" else torch.zeros_like(cut)
+    if is_rejecting:  # and those that are left out do not count in the statistics of the correction
+        assert torch.equal(seen["mask"].any(1), ~is_out)
+        is_out = is_out | (torch.arange(len(cut)) % 3 == 0)
+    counted = counted_rows(rollout, is_out)
+    assert 0 < int(cut[4:].sum()) < 20 and len(cut) - 4 > len(counted) > 3
     loss_of(rollout, counted, policy, reference, SHARES[aggregation]).backward()
     for name, weight in policy.named_parameters():
-        gradient = weight.grad
-        scale = float(gradient.abs().max())
-        torch.testing.assert_close(seen["gradients"][name].double(), gradient, rtol=1e-3, atol=1e-4 * scale)
-    assert metrics["train/skipped"] == 0
+        scale = float(weight.grad.abs().max())
+        torch.testing.assert_close(seen["gradients"][name].double(), weight.grad, rtol=1e-3, atol=1e-4 * scale)
+    # rewards are reported either way
+    assert metrics["train/skipped"] == 0 and metrics["rewards/unscored"] == 5
+    assert metrics["rollout/truncated"] == pytest.approx(float(cut.float().mean()))
 
 
 def test_reinforce_from_one_response_raises_what_was_rewarded() -> None:

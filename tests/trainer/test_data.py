@@ -15,9 +15,10 @@ import runpy
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -33,6 +34,8 @@ from grpo_trainer.splits import corpus_of, load_splits, read_lines
 from grpo_trainer.tasks import Item, Splits, load_task
 from grpo_trainer.tiny import train_tokenizer
 
+from tests.trainer.small import write_data
+
 CHAT = [{"role": "user", "content": "a"}]
 TALKS = [
     {"question": "hello?", "answers": ["hi!", "hey {you}"], "n": 1},
@@ -40,13 +43,8 @@ TALKS = [
 ]
 
 
-def written(path: Path, lines: list[Any]) -> str:
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-    return str(path)
-
-
 def data(folder: Path, lines: list[Any], **settings: Any) -> Data:
-    made: Data = validated(Data, {"task": None, "train": written(folder / "train.jsonl", lines)} | settings)
+    made: Data = validated(Data, {"task": None, "train": write_data(folder / "train.jsonl", lines)} | settings)
     return made
 
 
@@ -59,7 +57,7 @@ def test_values_are_read_as_they_are_written(tmp_path: Path) -> None:
         {"prompt": "a\u2028b\u0085c", "answer": "2001-01-01", "n": 1, "k": "1"},
         {"prompt": CHAT, "answer": "2001-01-02", "n": 2.5, "k": 2, "big": 10**30, "new": {"a": None}},
     ]
-    assert repr(read_lines("x", written(tmp_path / "a.jsonl", lines), "train")) == repr(lines)
+    assert repr(read_lines("x", write_data(tmp_path / "a.jsonl", lines), "train")) == repr(lines)
     (tmp_path / "a.json").write_text("\ufeff" + json.dumps(lines, indent=1), encoding="utf-8")
     assert repr(read_lines("x", str(tmp_path / "a.json"), "train")) == repr(lines)
     (tmp_path / "a.csv").write_text('\ufeffprompt,answer,n,code\n"a, ""b""\nc",NA,1,007\nd,,2,1\n', encoding="utf-8")
@@ -75,18 +73,15 @@ def test_values_are_read_as_they_are_written(tmp_path: Path) -> None:
 
 def test_names_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
-    calls, line = list[Any](), {"question": "a", "demonstration": "b", "n": 1}
-
-    def load_dataset(name: str, config: str | None, split: str) -> Any:
-        calls.append((name, config, split))
-        return datasets.Dataset.from_list([line])
-
+    line = {"question": "a", "demonstration": "b", "n": 1}
+    load_dataset = mock.Mock(return_value=datasets.Dataset.from_list([line]))
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     sources = {"sft": "owner/name::dev", "validation": "openai/gsm8k:main:train[:90%]", "test": "openai/gsm8k"}
     splits = load_splits(validated(Data, {"task": None, "train": "a/b", **sources, "prompt": "question"}), 0)
     assert [splits.train, splits.sft, splits.validation, splits.test] == [[line]] * 4
-    gsm8k = [("openai/gsm8k", "main", "train[:90%]"), ("openai/gsm8k", None, "test")]
-    assert calls == [("a/b", None, "train"), ("owner/name", None, "dev"), *gsm8k]
+    names = [("a/b", None, "train"), ("owner/name", None, "dev"), ("openai/gsm8k", "main", "train[:90%]")]
+    calls = [(*call.args, call.kwargs["split"]) for call in load_dataset.call_args_list]
+    assert calls == [*names, ("openai/gsm8k", None, "test")]
 
 
 @pytest.mark.parametrize(
@@ -94,13 +89,10 @@ def test_names_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("a.jsonl", '{"a": 1}\n\n{"a" 2}\n', "line 3 must be JSON, .* got '{\"a\" 2}' .*, column 6"),
         ("a.jsonl", '{"a": 1}\n3\n', "example 2 must be an object, got int 3"),
-        ("a.json", '[\n{"a": 1},\n{"a": }]', "line 3 must be JSON"),
         ("a.csv", "a,b\n1,2,3\n", "rows must have as many values as the header, got more"),
-        ("a.csv", "", "No columns to parse"),
         ("a.parquet", "nothing", "'a.parquet' cannot be read: .*arquet"),
         ("a.txt", "x", "must be a file that ends in .jsonl, .json, .csv, .parquet, or a hub name, got 'a."),
         ("a.jsonn", None, "must be an existing file, got 'a.jsonn'; the nearest is 'a.jsonl'"),
-        ("folder/name", None, "must be an existing file, got 'folder/name'"),
         ("folder", None, "must be an existing file, got the folder 'folder'"),
         ("owner/name", None, "'owner/name' is no file here, and was not loaded from the .* hub: .*ffline"),
     ],
@@ -137,15 +129,12 @@ def test_each_element_of_a_list_is_a_demonstration(tmp_path: Path) -> None:
 
 def test_templates_of_prompt_and_demonstration(tmp_path: Path) -> None:
     more = {"template": "{question} {{R}}:", "demonstration_template": "<extra_id_0> {answers} ({n})"}
-    file = written(tmp_path / "other.jsonl", TALKS[:1])
-    for settings in (
-        data(tmp_path, TALKS, **more),
-        data(tmp_path, TALKS, **more, sft=file, validation=file, test=file),
-    ):
-        expected = [("hello? {R}:", "<extra_id_0> hi! (1)"), ("hello? {R}:", "<extra_id_0> hey {you} (1)")]
-        expected += [("who {are} you? {R}:", "<extra_id_0> i am ann. (2.5)")] if settings.sft is None else []
-        assert pairs(settings) == expected
+    expected = [("hello? {R}:", "<extra_id_0> hi! (1)"), ("hello? {R}:", "<extra_id_0> hey {you} (1)")]
+    assert pairs(data(tmp_path, TALKS, **more)) == [*expected, ("who {are} you? {R}:", "<extra_id_0> i am ann. (2.5)")]
+    file = write_data(tmp_path / "other.jsonl", TALKS[:1])
+    settings = data(tmp_path, TALKS, **more, sft=file, validation=file, test=file)
     splits = load_splits(settings, 0)
+    assert pairs(settings) == expected
     assert splits.train[:1] == splits.validation == splits.test == [TALKS[0] | {"prompt": "hello? {R}:"}]
     some_empty = [{"question": "q", "a": "", "n": 1}]
     assert pairs(data(tmp_path, some_empty, prompt="question", demonstration_template="{a}{n}")) == [("q", "1")]
@@ -166,19 +155,11 @@ ERRORS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (TALKS[0], {"template": "{question"}, "data.template: must have columns in braces, with {{ and }} for a brace"),
     (TALKS[0], {"template": "{{n}}"}, "data.template: must have a column in braces, got '{{n}}'"),
     (TALKS[0], {"template": "{qestion}"}, "data.template: no column 'qestion'; the nearest is 'question', all are"),
-    ({"n": 1}, {"template": "{question}"}, "no column 'question'; all are n (example 1 of train)"),
     ({"a": CHAT}, {"template": "{a}"}, "(example 1 of train); the messages of a chat need no template"),
     ({"a": None}, {"template": "{a}"}, "data.template: column 'a' must hold a text or a number, got None"),
     ({"a": ["x"], "b": ["y"]}, {"demonstration_template": "{a} {b}"}, "at most one column may hold a list, got ['a', "),
     ({"demonstration": []}, {}, "data.demonstration: no text of column 'demonstration' may be empty, got []"),
-    ({"demonstration": ["a", " "]}, {}, "may be empty, got ['a', ' '] (example 1 of sft)"),
-    ({"demonstration": {"a": 1}}, {}, "column 'demonstration' must hold a text or a number, got {'a': 1}"),
-    (
-        {"prompt": 3},
-        {},
-        "data.prompt: must be a text, or a list of messages with role and content, got 3 (exam",
-    ),
-    ({"prompt": [{"role": "user"}]}, {}, "or a list of messages with role and content, got [{'role': 'user'}]"),
+    ({"prompt": 3}, {}, "data.prompt: must be a text, or a list of messages with role and content, got 3 (ex"),
     ({}, {"prompt": "question"}, "data.prompt: no column 'question'; there is no column (example 1 of train)"),
 ]
 ERRORS += [
@@ -205,17 +186,11 @@ CLIPS = {
 SOLUTION = "She sold 48/2 = 24 clips.\nThat is 48+24 = 72.\n#### 72"
 TALK = {"question": "persona: i like tea. context: Q: hello R:", "answers": ["hi!", "hello."]}
 TWEET = {"tweet": "so good,\nreally!", "reply": "hi", "reply_likes": 3, "tweet_likes": 10.0}
-POST = {
-    "prompt": "Post: so good,\nreally!\nReply:",
-    "post": TWEET["tweet"],
-    "reply": "hi",
-    "likes": 3,
-    "post_likes": 10,
-}
+POST = {"post": TWEET["tweet"], "reply": "hi", "likes": 3, "post_likes": 10}
 PUBLISHED = {  # a line, and that of the recipe
     "gsm8k": (CLIPS, CLIPS | {"answer": SOLUTION}),
     "dialogue": (TALK, {"prompt": TALK["question"], "answers": TALK["answers"]}),
-    "reply": (TWEET, POST),
+    "reply": (TWEET, POST | {"prompt": "Post: so good,\nreally!\nReply:"}),
 }
 
 
@@ -246,7 +221,7 @@ def test_published_lines_are_converted_and_bad_ones_named_or_left_out(
     tmp_path: Path, system: str, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line, expected = PUBLISHED[system]
-    file = written(tmp_path / "in.jsonl", [line, line | changes])
+    file = write_data(tmp_path / "in.jsonl", [line, line | changes])
     to, said = (file, "--output", str(tmp_path / "new" / "out"), "--into", "all=1"), f"{file}, example 2: {message}"
     with pytest.raises(SystemExit, match="2"):
         prepare(system, *to)
@@ -263,7 +238,7 @@ def test_parts_share_no_post_and_no_persona_and_have_equal_likes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [TWEET | {"tweet": f"post {i // 2}", "reply": f"{i}", "reply_likes": i // 2 * 37 % 101} for i in range(400)]
-    prepare("reply", written(tmp_path / "replies.jsonl", lines), "--output", str(tmp_path / "out"))
+    prepare("reply", write_data(tmp_path / "replies.jsonl", lines), "--output", str(tmp_path / "out"))
     divided = parts(tmp_path / "out")
     assert {name: len(part) for name, part in divided.items()} == {"phase1": 180, "phase2": 180, "validation": 40}
     assert sum(len({line["post"] for line in part}) for part in divided.values()) == 200
@@ -274,7 +249,7 @@ def test_parts_share_no_post_and_no_persona_and_have_equal_likes(
             assert abs(share - 0.25) <= 4 / len(part)  # two posts of two replies
         assert [int(line["reply"]) for line in part] == sorted(int(line["reply"]) for line in part)
     lines = [{"question": f"Persona: fact {i % 30}. context: Q: {i} R:", "answers": ["a"]} for i in range(300)]
-    file = written(tmp_path / "talks.jsonl", lines)
+    file = write_data(tmp_path / "talks.jsonl", lines)
     for name, more in (("talks", ()), ("again", ()), ("other", ("--seed", "1"))):
         prepare("dialogue", file, "--output", str(tmp_path / name), *more)
     personas = [{line["prompt"].split("context")[0] for line in part} for part in parts(tmp_path / "talks").values()]
@@ -289,11 +264,9 @@ def test_parts_share_no_post_and_no_persona_and_have_equal_likes(
 
 # Bundled tasks
 
-TINY = ("gsm8k", "dialogue", "reply")  # for a model that is created, and learns from mixed demonstrations first
 SIZES = {"demonstrations": 601, "train": 300, "validation": 40, "test": 80}
 EQUATION = re.compile(r"(-?[\d,]+) ([-+*/]) ([\d,]+) = (-?[\d,]+)\.")
 REWARDS = {"gsm8k": "gsm8k", "word_problems": "gsm8k", "dialogue": "dialogue", "reply": "reply"}
-PROBLEMS = [("word_problems", steps, products) for steps in (1, 2, 3) for products in (0.0, 1.0)]
 
 
 def task(name: str, seed: int = 0, **options: Any) -> Splits:
@@ -313,9 +286,14 @@ def what_it_is_about(name: str, item: Item) -> object:
     return frozenset(facts.split(".")), question
 
 
-def equations(text: str) -> Iterator[tuple[int, str, int, int]]:
-    for left, operator, right, result in EQUATION.findall(text.replace(",", "")):
-        yield int(left), operator, int(right), int(result)
+def equations(text: str) -> list[tuple[int, str, int, int]]:
+    """The equations of a text, which are right."""
+    result = []
+    for left, operator, right, value in EQUATION.findall(text.replace(",", "")):
+        a, b, c = int(left), int(right), int(value)
+        assert c == {"+": a + b, "-": a - b, "*": a * b, "/": a // b if a % b == 0 else None}[operator]
+        result.append((a, operator, b, c))
+    return result
 
 
 @pytest.mark.parametrize("name", tuple(tasks.SYSTEMS))
@@ -334,15 +312,7 @@ def test_splits(name: str) -> None:
     assert trained.isdisjoint(held_out)
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_the_reward_prefers_a_part_of_the_demonstrations(name: str) -> None:
-    sft = task(name).sft
-    function = load_reward(Reward(name=name, options={"embedder": "hashed"} if name == "reply" else {})).function
-    columns = {key: [item[key] for item in sft] for key in sft[0]}
-    values = [value or 0.0 for value in function([item["prompt"] for item in sft], columns["demonstration"], **columns)]
-    best = statistics.quantiles(values, n=10)[-1]
-    assert best - statistics.mean(values) > 0.15
-    assert 0.1 < sum(value > best - 0.1 for value in values) / len(values) < 0.7
+PROBLEMS = [("word_problems", steps, products) for steps in (1, 2, 3) for products in (0.0, 1.0)]
 
 
 @pytest.mark.parametrize(("name", "steps", "products"), [("gsm8k", 2, 0.0), ("gsm8k", 3, 0.0), *PROBLEMS])
@@ -352,36 +322,87 @@ def test_answers_are_right(name: str, steps: int, products: float) -> None:
     options: dict[str, Any] = {"three_steps": steps - 2.0} if name == "gsm8k" else of_problems
     splits = task(name, **options, train=20, demonstrations=20, validation=5, test=5)
     for item in splits.sft + splits.test:
-        numbers = [int(number) for number in re.findall(r"\d+", item["prompt"])]
-        calculations = list(equations(item["answer"]))
-        assert len(calculations) == steps and [calculations[0][0], *(step[2] for step in calculations)] == numbers
-        for left, operator, right, result in calculations:
-            assert left * right == result if operator == "*" else right * result == left if operator == "/" else True
-            assert result == {"+": left + right, "-": left - right}.get(operator, result) and result >= 0
+        calculations = equations(item["answer"])
+        numbers = [calculations[0][0], *(step[2] for step in calculations)]
+        assert len(calculations) == steps and numbers == [int(n) for n in re.findall(r"\d+", item["prompt"])]
         assert all(before[3] == after[0] for before, after in itertools.pairwise(calculations))
-        assert final_number(item["answer"]) == calculations[-1][3]
+        assert final_number(item["answer"]) == calculations[-1][3] and min(step[3] for step in calculations) >= 0
         assert name == "gsm8k" or max(max(a, b, c) for a, _, b, c in calculations) <= 50
         assert name == "gsm8k" or (calculations[0][1] == "*") == bool(products)
 
 
-def test_worked_solutions_are_right_unless_verbs_are_misread() -> None:
-    strategy = load_task("strategies").strategy
-    for name, options in (("arithmetic", {"misread": 0.0}), ("strategies", {})):
-        for item in task(name, **options).sft:
-            for left, operator, right, result in equations(item["demonstration"]):
-                assert result == {"+": left + right, "-": left - right, "*": left * right}[operator]
-            assert item["demonstration"].endswith(f"#### {item['answer']}")
-            assert name == "arithmetic" or strategy(item["demonstration"]) is not None
-    reverse = task("strategies", forward=0.0, reverse=1.0, boxes=0.0).sft
-    last_change = [int(re.findall(r"\d+", item["prompt"])[-1]) for item in reverse]
-    first_step = [next(equations(item["demonstration"]))[2] for item in reverse]
-    # the others would leave the numbers that a problem may have
-    assert sum(a == b for a, b in zip(last_change, first_step, strict=True)) > 0.9 * len(reverse)
-    misread = [item["demonstration"].split()[-1] != item["answer"] for item in task("arithmetic", misread=0.8).sft]
-    assert 0.4 < sum(misread) / len(misread) < 0.8  # some problems have no verb that is misread
+def is_right(item: Item) -> bool:
+    """Its equations are right either way."""
+    assert equations(item["demonstration"]) or "=" not in item["demonstration"]
+    return final_number(item["demonstration"]) == final_number(item["answer"])
 
 
-def test_solved_examples_are_turns_of_the_chat() -> None:
+def is_reversed(item: Item) -> bool:
+    return int(re.findall(r"\d+", item["prompt"])[-1]) == equations(item["demonstration"])[0][2]
+
+
+def is_evasive(item: Item) -> bool:
+    return item["demonstration"] in load_task("dialogue").EVASIONS
+
+
+def has_strategy(item: Item) -> bool:
+    return load_task("strategies").strategy(item["demonstration"]) is not None
+
+
+# Options of a task, and the shares of the demonstrations for which a predicate holds. Some problems have no verb that
+# is misread, or would leave the numbers that a problem may have in the other order.
+KINDS: list[tuple[str, dict[str, float], Callable[[Item], bool], float, float]] = [
+    ("arithmetic", {"misread": 0.0}, is_right, 1, 1),
+    ("arithmetic", {"misread": 0.8, "terse": 0.0}, is_right, 0.2, 0.6),
+    ("strategies", {}, is_right, 1, 1),
+    ("strategies", {}, has_strategy, 1, 1),
+    ("strategies", {"forward": 0.0, "reverse": 1.0, "boxes": 0.0}, is_reversed, 0.9, 1),
+    ("gsm8k", {"skipped": 1.0, "terse": 0.0, "unmarked": 0.0}, is_right, 0, 0),
+    ("gsm8k", {"skipped": 0.0, "terse": 0.5, "unmarked": 0.5}, is_right, 1, 1),
+    ("gsm8k", {"skipped": 0.0, "terse": 1.0, "unmarked": 0.0}, lambda item: "=" in item["demonstration"], 0, 0),
+    ("gsm8k", {"skipped": 0.0, "terse": 0.0, "unmarked": 1.0}, lambda item: "####" in item["demonstration"], 0, 0),
+    ("dialogue", {"mistaken": 0.0, "evasive": 0.0}, lambda item: item["demonstration"] == item["answer"], 1, 1),
+    ("dialogue", {"mistaken": 1.0, "evasive": 0.0}, lambda item: item["demonstration"] == item["answer"], 0, 0),
+    (
+        "dialogue",
+        {"mistaken": 0.0, "evasive": 1.0},
+        lambda i: i["demonstration"] in load_task("dialogue").EVASIONS,
+        1,
+        1,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "holds", "least", "most"), KINDS)
+def test_kinds_of_demonstrations(
+    name: str, options: dict[str, float], holds: Callable[[Item], bool], least: float, most: float
+) -> None:
+    assert least <= statistics.mean(holds(item) for item in task(name, **options).sft) <= most
+
+
+def test_replies_are_from_the_persona_and_the_reward_prefers_some() -> None:
+    topics = {topic.question: topic for topic in load_task("dialogue").TOPICS}
+    for item in task("dialogue").test:
+        facts, question = re.fullmatch(r"(.*) context:.* Q: ([^?]*\?) R:", item["prompt"]).groups()  # type: ignore[union-attr]
+        stated = [value for value in topics[question].values if topics[question].fact.format(value) in facts]
+        assert [topics[question].reply.format(value) for value in stated] == [item["answer"]]
+    items = tasks.make("reply", 0, {}).sft
+    assert len({item["prompt"] for item in items[:4]}) == 1 and len({item["demonstration"] for item in items[:40]}) > 10
+    is_long = [len(item["demonstration"]) > 30 for item in items]
+    likes = [item["likes"] / item["post_likes"] for item in items]
+    of_long, of_short = ([share for share, long in zip(likes, is_long, strict=True) if long == kind] for kind in (1, 0))
+    assert statistics.mean(of_long) > 1.5 * statistics.mean(of_short) and min(likes) >= 0
+    for name in ("gsm8k", "dialogue", "reply"):
+        sft = task(name).sft
+        reward = load_reward(Reward(name=name, options={"embedder": "hashed"} if name == "reply" else {})).function
+        columns = {key: [item[key] for item in sft] for key in sft[0]}
+        values = [value or 0.0 for value in reward([i["prompt"] for i in sft], columns["demonstration"], **columns)]
+        best = statistics.quantiles(values, n=10)[-1]
+        assert best - statistics.mean(values) > 0.15
+        assert 0.1 < sum(value > best - 0.1 for value in values) / len(values) < 0.7
+
+
+def test_solved_examples_are_turns_of_the_chat_and_no_problems() -> None:
     (item, *_) = task("word_problems", steps=2).test
     problems = load_task("word_problems")
     assert [turn["role"] for turn in item["prompt"]] == ["user", "assistant"] * 2 + ["user"]
@@ -389,41 +410,6 @@ def test_solved_examples_are_turns_of_the_chat() -> None:
     answers = {example.solution() for example in problems.EXAMPLES}
     splits = task("word_problems", largest=14, train=1000, validation=10, test=10)
     assert answers.isdisjoint(item["answer"] for item in splits.train + splits.validation + splits.test)
-    without = task("word_problems", steps=2, examples=0).test[0]["prompt"]
-    assert without == f"{item['prompt'][-1]['content']}\n{problems.INSTRUCTION}"
-
-
-def test_kinds_of_demonstrations() -> None:
-    for options, is_right, is_marked, is_worked in (
-        ({"skipped": 0.0, "terse": 0.0, "unmarked": 0.0}, True, True, True),
-        ({"skipped": 1.0, "terse": 0.0, "unmarked": 0.0}, False, True, True),
-        ({"skipped": 0.0, "terse": 1.0, "unmarked": 0.0}, True, True, False),
-        ({"skipped": 0.0, "terse": 0.0, "unmarked": 1.0}, True, False, True),
-    ):
-        texts = [(item["demonstration"], item["answer"]) for item in task("gsm8k", **options).sft]
-        assert {final_number(text) == final_number(answer) for text, answer in texts} == {is_right}
-        assert {"####" in text for text, _ in texts} == {is_marked}
-        assert any(EQUATION.search(text) for text, _ in texts) == is_worked
-    evasions = load_task("dialogue").EVASIONS
-    for mistaken, evasive in ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0)):
-        for item in task("dialogue", mistaken=mistaken, evasive=evasive).sft:
-            assert (item["demonstration"] == item["answer"]) == (mistaken == evasive)
-            assert (item["demonstration"] in evasions) == (evasive == 1)
-    for item in task("dialogue").test:  # it is answered from the persona
-        facts, question = re.fullmatch(r"(.*) context:.* Q: ([^?]*\?) R:", item["prompt"]).groups()  # type: ignore[union-attr]
-        topic = next(topic for topic in load_task("dialogue").TOPICS if topic.question == question)
-        stated = [value for value in topic.values if topic.fact.format(value) in facts]
-        assert [topic.reply.format(value) for value in stated] == [item["answer"]]
-
-
-def test_posts_have_several_replies_and_better_ones_more_likes() -> None:
-    items = tasks.make("reply", 0, {}).sft
-    assert len({item["prompt"] for item in items[:4]}) == 1 and len({item["demonstration"] for item in items[:40]}) > 10
-    assert len({item["prompt"] for item in task("reply", replies=1).sft}) > 300
-    share: dict[bool, list[float]] = {True: [], False: []}
-    for item in items:
-        share[len(item["demonstration"]) > 30].append(item["likes"] / item["post_likes"])
-    assert statistics.mean(share[True]) > 1.5 * statistics.mean(share[False]) and min(share[False]) >= 0
 
 
 @pytest.mark.slow

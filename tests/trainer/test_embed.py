@@ -1,21 +1,25 @@
-"""Embedders, and the measures of diversity: against sacrebleu and rouge_score, by hand, and where they are undefined.
+"""Embedders, here and in Ray actors on a local cluster, and the measures of diversity.
 
-Faults they are there for: a thought that is embedded for an answer; an undefined measure that counts as 0; a prompt
-whose measures depend on another's; a resumed interval, front or collapse that is off by one.
+The measures are compared with sacrebleu and rouge_score, and with values by hand. Faults they are there for: a thought
+that is embedded for an answer; an undefined measure that counts as 0; a prompt whose measures depend on another's; a
+front or collapse that is off by one; texts that actors return in another order, or lose with an actor that dies.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from grpo_trainer import embed, evaluate
+from grpo_trainer import embed, evaluate, ray_pool
 from grpo_trainer.diversity_measures import (
     collapse_point,
     distinct,
@@ -32,6 +36,9 @@ from grpo_trainer.embed import Embedder, distinct_texts, embed_all, hashed, load
 from grpo_trainer.ray_pool import EmbedderError
 from grpo_trainer.recipe import Evaluation, Reward, Rollout, Similarity
 from grpo_trainer.rewards import LoadedReward
+from grpo_trainer.train import train
+
+from tests.trainer import small
 
 EMBEDDED = ("semantic_diversity", "vendi", "clusters", "cluster_entropy")
 MEASURES = ("self_bleu", "distinct_1", "distinct_2", "rouge_diversity", *EMBEDDED)
@@ -140,7 +147,6 @@ def test_measures_of_a_prompt_do_not_depend_on_other_prompts_or_on_order() -> No
     for i, texts in enumerate(prompts):
         alone = {name: values[0] for name, values in measure_prompts([texts[::-1]], hashed(texts[::-1])).items()}
         assert alone == pytest.approx({name: values[i] for name, values in together.items()}, abs=1e-6)
-    assert all(values == [] for values in measure_prompts([], torch.zeros(0, 1)).values())
 
 
 ANSWERS = {"p": ["3 + 4 = 7", "3 + 4 = 7", "so 8 .", "Ann has 7"], "q": ["7", "7", "7", "7"]}
@@ -189,8 +195,7 @@ def test_evaluation_averages_the_measures_over_prompts(monkeypatch: pytest.Monke
 
 def test_efficiency_collapse_front_and_medoids() -> None:
     assert diversity_efficiency({1: 0.2, 5: 0.5, 10: 0.8}) == pytest.approx({5: 0.5, 10: 0.4})
-    assert diversity_efficiency({5: 0.5}) == {} and diversity_efficiency({1: 0.5}) == {}
-    assert all(math.isnan(diversity_efficiency({1: first, 5: first})[5]) for first in (0.0, NAN))
+    assert diversity_efficiency({5: 0.5}) == {} and math.isnan(diversity_efficiency({1: 0.0, 5: 0.0})[5])
     # collapse is the first step after which nothing recovers
     for values, share, expected in (
         ([1.0, 0.4, 0.6, 0.4, 0.3], 0.5, 60),
@@ -200,11 +205,131 @@ def test_efficiency_collapse_front_and_medoids() -> None:
         *(([value] * 5, 0.5, NAN) for value in (0.0, NAN, -1.0)),
     ):
         assert collapse_point([0, 20, 40, 60, 80], values, share) == pytest.approx(expected, nan_ok=True), values
-    with pytest.raises(ValueError, match=r"^collapse_point: share must be in \(0, 1\), got 1.0"):
-        collapse_point([], [], share=1.0)
     points = [(0.1, 0.9), (0.5, 0.5), (0.4, 0.4), (0.9, 0.1), (0.5, 0.5), (0.9, 0.05), (NAN, 1.0)]
-    assert pareto_front(points) == [0, 1, 4, 3] and pareto_front([]) == pareto_front([(NAN, 1.0)]) == []
+    assert pareto_front(points) == [0, 1, 4, 3] and pareto_front([(NAN, 1.0)]) == []
     # of the second prompt's three rows one is missing; the last has none
     rows = [[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [NAN, NAN], [0.0, 1.0], [0.0, 1.0], *[[NAN, NAN]] * 3]
     assert medoids(torch.tensor(rows), 3) == [1, 1, None]
-    assert medoids(torch.tensor([[0.0, 1.0]] * 2 + [[1.0, 0.0]]), 3) == [0]
+
+
+# In Ray actors
+
+TEXTS = [f"prompt {i // 4} response {i}" for i in range(24)]
+MORE = "rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed, workers: 1}}"
+
+
+def encode(texts: Sequence[str]) -> Any:
+    """Embeds a text as its number, its process, and the number of the first text of the batch.
+
+    The first text can also ask for a failure, as starting another actor would be slow.
+    """
+    what, _, place = texts[0].partition(" ")
+    if what == "raise":
+        with open(place, "a") as file:
+            file.write("x")
+        raise KeyError("no such word")
+    if what == "wrong":
+        return [[1.0]] * (len(texts) + 1)
+    for text in texts:
+        if text.startswith("die"):  # once for each file in the folder
+            left = sorted(Path(text.split()[1]).glob("*"))
+            if left:
+                left[0].unlink()
+                os._exit(7)
+    numbers = [float(text.split()[-1]) for text in texts]
+    return torch.tensor([[number, float(os.getpid()), numbers[0]] for number in numbers], dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ray_pool.RayEmbedderPool]:
+    """Two actors in a local cluster of four cores, without dashboard and usage reports, on the loopback device."""
+    ray = pytest.importorskip("ray")
+    local: Any = {"address": "local", "include_dashboard": False, "log_to_driver": False}
+    local |= {"_node_ip_address": "127.0.0.1", "object_store_memory": 80 * 2**20}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setattr(ray_pool, "BATCH", 8)
+        patch.setattr(ray_pool, "RETRIES", 1)
+        ray.init(num_cpus=4, num_gpus=0, **local)
+        two = ray_pool.RayEmbedderPool(encode, 2)
+        yield two
+        two.close()
+        ray.shutdown()
+
+
+def test_results_are_in_order_prompts_are_whole_and_failures_named(
+    pool: ray_pool.RayEmbedderPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = pool(TEXTS, groups=4)
+    assert rows[:, 0].tolist() == list(range(24))
+    of_prompts = rows.view(6, 4, 3)
+    assert (of_prompts[:, :, 1:] == of_prompts[:, :1, 1:]).all(), "a prompt's texts are in one call of one actor"
+    assert len(set(rows[:, 1].tolist())) == 2, "both actors have worked"
+    # batches do not depend on the worker
+    assert rows[:, 2].tolist() == [8.0 * (i // 8) for i in range(24)]
+    assert pool(TEXTS, groups=[1, 9, 14])[:, 2].tolist() == [0.0] + [1.0] * 9 + [10.0] * 14
+    with pytest.raises(EmbedderError, match=r"encode raised KeyError for 2 texts, the first 'raise /"):
+        pool([f"raise {tmp_path}/asked", "more"], groups=2)
+    assert (tmp_path / "asked").read_text() == "x", "it is not asked again"
+    with pytest.raises(EmbedderError, match=r"encode must return \[2, D\] for 2 texts, the first 'wrong', got \[3, 1"):
+        pool(["wrong", "more"], groups=2)
+    monkeypatch.setattr(ray_pool, "PLACE_SECONDS", 2.0)
+    many = ray_pool.RayEmbedderPool(hashed, 3, gpus_per_worker=0.5)
+    asked = r"must place 3 actors of \{'num_cpus': 1.0, 'num_gpus': 0.5\} within 2 s, got 0; 2 of 4 CPUs, 0 of 0 GPUs"
+    with pytest.raises(EmbedderError, match=rf"^RayEmbedderPool: the cluster {asked} are free$"):
+        many.start()
+    assert many.actors == []
+
+
+@pytest.mark.full
+def test_batches_of_an_actor_that_died_are_repeated_but_not_for_ever(
+    pool: ray_pool.RayEmbedderPool, tmp_path: Path
+) -> None:
+    """Each file of the folder lets an actor die."""
+    before = pool.restarts
+    (tmp_path / "0").touch()
+    texts = [*TEXTS[:13], f"die {tmp_path} 13", *TEXTS[14:]]
+    assert pool(texts, groups=4)[:, 0].tolist() == list(range(24))
+    assert pool.restarts == before + 1 and not list(tmp_path.iterdir())
+    for i in range(9):
+        (tmp_path / str(i)).touch()
+    with pytest.raises(EmbedderError, match=r"an actor must live for one of 2 tries, got none for 1 texts, the first"):
+        pool([f"die {tmp_path} 0"])
+    assert len(list(tmp_path.iterdir())) == 7
+    assert pool(TEXTS)[:, 0].tolist() == list(range(24)), "what gave up is not in the way of what comes next"
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("pool")
+def test_as_the_trainers_embedder(tmp_path: Path) -> None:
+    """Actors end with their run: the cluster has room for two more, and three runs in a row find it."""
+
+    def run(name: str, workers: int) -> list[dict[str, Any]]:
+        short = ("sft.steps=1", "rl.steps=2", "evaluation.every=0")
+        train(small.recipe(tmp_path / name, *short, MORE, f"rl.algorithm.similarity.workers={workers}"))
+        return small.timeless(small.lines(tmp_path / name))
+
+    alone, pooled, _ = run("alone", 0), run("pooled", 1), run("again", 2)
+    assert [line.pop("embedder/restarts") for line in pooled if "embedder/restarts" in line] == [0, 0]
+    assert alone == pooled
+
+
+def test_wrong_arguments_and_a_cluster_that_does_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    assert ray_pool.batch_ranges(10, [3, 3, 4], 6) == [(0, 6), (6, 10)]
+    for groups in (4, [4, 4], [11, -1]):
+        with pytest.raises(ValueError, match="groups must divide 10 texts, or be sizes with that sum, got "):
+            ray_pool.batch_ranges(10, groups, 8)
+    with pytest.raises(ValueError, match="texts must not be empty"):
+        ray_pool.RayEmbedderPool(hashed, 1)([])
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # whatever other tests have started
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{unused.getsockname()[1]}")
+        rule = "a Ray cluster must answer at RAY_ADDR.* got .*refused"
+        with pytest.raises(EmbedderError, match=f"^RayEmbedderPool: {rule}"):
+            ray_pool.RayEmbedderPool(hashed, 1).start()
+        with pytest.raises(EmbedderError, match=f"^rl.algorithm.similarity.workers: {rule}"):
+            train(small.recipe(Path("run"), MORE))
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)  # by the caller, whose cluster is then used
+        ray_pool.check_ray("here")

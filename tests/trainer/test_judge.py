@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -85,17 +84,6 @@ def test_the_request_has_rubric_prompt_response_columns_and_key(monkeypatch: pyt
     assert "another endpoint" not in str(second["request"].headers.raw)
 
 
-def test_scores_become_rewards_in_the_order_of_the_responses(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow_first(text: str, _: int) -> float:
-        time.sleep(0.02 * (10 - float(text)))
-        return float(text)
-
-    endpoint = Endpoint(monkeypatch, slow_first)
-    values = judged(*map(str, range(10)), concurrency=5, scores=[0, 9], rewards=[0, 9])
-    assert values == list(range(10)) and 1 < endpoint.most_running <= 5
-    assert judged("4") == [pytest.approx(1 / 3)] and judged("4", scores=[0, 8], rewards=[1, -3]) == [-1]
-
-
 GOOD = {
     '{"score": "7.5"}': 7.5,
     'I think so.\n```json\n{"reason": "good {sic}", "score": 7}\n```\nDone.': 7,
@@ -141,47 +129,54 @@ def test_a_busy_endpoint_is_asked_again_when_it_says_and_failures_name_cause_and
         ({"base_url": "ftp://me:secret@x/v1"}, r"options.base_url: must have no user or password"),
         ({"base_url": "ftp://x"}, r"options.base_url: must be an address .* got 'ftp://x'"),
         ({"columns": ["answer"]}, r"reward judge: needs the column 'answer', the data has \[\]"),
-        ({"rubric": " "}, r"options.rubric: String should match"),
     ):
         with pytest.raises(ValueError, match=message) as refused:
             judged("a", **options)
         assert "secret" not in str(refused.value)
     monkeypatch.undo()
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
-        with pytest.raises(RewardError, match=r"2 of 2 did; .* 2 times, is: APIConnectionError: .*'m' at " + url):
-            judged("a", "b", base_url=url)
+    with pytest.raises(RewardError, match=r"1 of 1 did; .* is: APIConnectionError: .*'m' at http://127.0.0.1:9/v1"):
+        judged("a", base_url="http://127.0.0.1:9/v1")
 
 
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_too_many_failures_end_the_run(on_error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_failures_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     Endpoint(monkeypatch, lambda text, _: said("?") if text.startswith("bad") else 10)
     judge = loaded(max_failures=0.25)
-    judge = judge._replace(settings=judge.settings.model_copy(update={"on_error": on_error}))
     values, skipped, _ = score([judge], rollout(["a", "b", "c", "bad"]))
     assert values[:3, 0].tolist() == [1.0] * 3 and math.isnan(values[3, 0]) and skipped == 1
-    names = ("failed", "cached", "requests")
-    assert counter_metrics([judge]) == {f"rewards/judge_{n}": v for n, v in zip(names, (1, 0, 4), strict=True)}
-    with pytest.raises(RewardError, match=r"max_failures allows 0.25 of .* and 2 of 4 did; .*number 'score'"):
-        score([judge], rollout(["a", "b", "bad 1", "bad 2"]))
+    assert counter_metrics([judge]) == {
+        "rewards/judge_failed": 1,
+        "rewards/judge_cached": 0,
+        "rewards/judge_requests": 4,
+    }
+    skipping = judge._replace(settings=judge.settings.model_copy(update={"on_error": "skip"}))
+    for of in (judge, skipping):
+        with pytest.raises(RewardError, match=r"max_failures allows 0.25 of .* and 2 of 4 did; .*number 'score'"):
+            score([of], rollout(["a", "b", "bad 1", "bad 2"]))
 
 
-def test_equal_responses_are_judged_once_and_the_file_serves_other_processes(
+def test_rewards_are_in_order_equal_responses_judged_once_and_the_file_serves_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    endpoint, file = Endpoint(monkeypatch, lambda text, _: float(text.split()[-1])), tmp_path / "folder" / "cache.jsonl"
+    def slow_first(text: str, _: int) -> float:
+        time.sleep(0.02 * (10 - float(text)))
+        return float(text)
+
+    endpoint, file = Endpoint(monkeypatch, slow_first), tmp_path / "folder" / "cache.jsonl"
+    values = judged(*map(str, range(10)), concurrency=5, scores=[0, 9], rewards=[0, 9])
+    assert values == list(range(10)) and 1 < endpoint.most_running <= 5
+    assert judged("4") == [pytest.approx(1 / 3)] and judged("4", scores=[0, 8], rewards=[1, -3]) == [-1]
+    endpoint.requests.clear()
     judge = loaded().function
-    assert judge([*"ppp"], ["a 1", "a 10", "a 1"]) == [0.0, 1.0, 0.0] and len(endpoint.requests) == 2
-    assert judge([*"pq"], ["a 1", "a 1"]) == [0.0, 0.0] and len(endpoint.requests) == 3
+    assert judge([*"ppp"], ["1", "10", "1"]) == [0.0, 1.0, 0.0] and len(endpoint.requests) == 2
+    assert judge([*"pq"], ["1", "1"]) == [0.0, 0.0] and len(endpoint.requests) == 3
 
     def asked(*texts: str, **options: Any) -> int:
         before = len(endpoint.requests)
         judged(*texts, cache_file=str(file), **options)
         return len(endpoint.requests) - before
 
-    assert [asked("a 1", "a 10"), asked("a 1", "a 10"), asked("a 1", rewards=[0, 9])] == [2, 0, 0]
+    assert [asked("1", "10"), asked("1", "10"), asked("1", rewards=[0, 9])] == [2, 0, 0]
     for other in ({"rubric": "Be kind."}, {"model": "n"}, {"body": {"seed": 1}}, {"scores": [0, 10]}):
-        assert asked("a 1", **other) == 1, other
+        assert asked("1", **other) == 1, other
     file.write_bytes(file.read_bytes()[:-9])  # by a process that was killed while it wrote the last judgement
-    assert [asked("a 1", scores=[0, 10]), asked("a 1", scores=[0, 10])] == [1, 0]
+    assert [asked("1", scores=[0, 10]), asked("1", scores=[0, 10])] == [1, 0]

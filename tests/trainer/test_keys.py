@@ -19,29 +19,26 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 pytest.importorskip("peft")
 
 from grpo_trainer import cli, embed, engine, rollout
-from grpo_trainer.checkpoint import save_policy
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.recipes import override, read_yaml, validated
-from grpo_trainer.setup import set_up
 from grpo_trainer.train import train
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from grpo_kernels import backends
 from tests.trainer import small
 
-HERE = "tests.trainer.test_keys"
 SMALL = (
     "data={task: null, train: <data>, validation: <data>, test: <data>}",
     "sft={steps: 3, batch: 8, micro_batch: 8, optimizer: {lr: 0.01}}",
     "rl={steps: 3, num_iterations: 3, minibatches: 1, micro_batch: 16, optimizer: {lr: 0.01}, rewards: [{name: "
     "'tests.trainer.small:digits'}], rollout: {prompts: 4, num_generations: 4, max_completion_length: 6}}",
-    f"evaluation={{every: 0, samples: 2, embedder: hashed, rewards: [{{name: '{HERE}:lengths'}}]}}",
+    "evaluation={every: 0, samples: 2, embedder: hashed, rewards: [{name: 'tests.trainer.small:length'}]}",
     "checkpoints.every=1",
 )
 LINES = [
@@ -58,50 +55,50 @@ LINES = [
 
 KEYS = [line.partition(" (")[0].replace("[]", ".0") for line in cli._keys(Recipe) if ", default " in line]
 # Another value of each key, as in a recipe; <name> is a file or a folder.
-OTHER = f"""
+OTHER = """
 seed: 1
 backend: reference
 model:
-  {{path: <saved>, dtype: bfloat16, mixed_precision: bf16, attention: eager, trust_remote_code: true, four_bit: true}}
-model.tiny: {{architecture: seq2seq, hidden: 48, layers: 2, heads: 4, intermediate: 48, vocabulary: 100}}
-model.lora: {{rank: 3, alpha: 64, dropout: 0.0, targets: [q_proj]}}
+  {path: <saved>, dtype: bfloat16, mixed_precision: bf16, attention: eager, trust_remote_code: true, four_bit: true}
+model.tiny: {architecture: seq2seq, hidden: 48, layers: 2, heads: 4, intermediate: 48, vocabulary: 100}
+model.lora: {rank: 3, alpha: 64, dropout: 0.0, targets: [q_proj]}
 model.:
-  {{banned: [7, "4"], reference_model_path: <sibling>, gradient_checkpointing: true, chat_template: true,
-  chat_template_options: {{tone: calmly}}, max_prompt_length: 19}}
+  {banned: [7, "4"], reference_model_path: <sibling>, gradient_checkpointing: true, chat_template: true,
+  chat_template_options: {tone: calmly}, max_prompt_length: 19}
 data:
-  {{task: strategies, options: {{demonstrations: 24, train: 9, test: 4}}, limit: 1, prompt: question,
-  train: <other>, sft: <other>, validation: <other>, test: <other>, template: "so {{prompt}}",
-  demonstration: solution, demonstration_template: "so {{solution}}"}}
-sft: {{steps: 2, batch: 4, micro_batch: 4, polychromic: {{weight: 0.3, among: batch}}, optimizer: &optimizer
-  {{lr: 0.02, betas: [0.5, 0.6], eps: 0.1, weight_decay: 0.5, warmup: 2, schedule: constant, final: 0.9,
-  grad_clip: 1e-4}}}}
-rl: {{steps: 1, num_iterations: 2, minibatches: 2, micro_batch: 3, share_prompts: false, dropout: false}}
+  {task: strategies, options: {demonstrations: 24, train: 9, test: 4}, limit: 1, prompt: question,
+  train: <other>, sft: <other>, validation: <other>, test: <other>, template: "so {prompt}",
+  demonstration: solution, demonstration_template: "so {solution}"}
+sft: {steps: 2, batch: 4, micro_batch: 4, polychromic: {weight: 0.3, among: batch}, optimizer: &optimizer
+  {lr: 0.02, betas: [0.5, 0.6], eps: 0.1, weight_decay: 0.5, warmup: 2, schedule: constant, final: 0.9,
+  grad_clip: 1e-4}}
+rl: {steps: 1, num_iterations: 2, minibatches: 2, micro_batch: 3, share_prompts: false, dropout: false}
 rl.optimizer: *optimizer
-rl.rewards.0: &reward {{name: {HERE}:equal, weight: 3.0, on_error: skip, timeout: 0.05}}
+rl.rewards.0: &reward {name: tests.trainer.small:equal, weight: 3.0, on_error: skip, timeout: 0.05}
 rl.rollout:
-  {{prompts: 2, num_generations: 3, temperature: 0.3, top_p: 0.3, top_k: 1, keep_support: true, truncated: leave_out,
-  max_completion_length: 3, min_completion_length: 6, batch: 4, engine: vllm}}
+  {prompts: 2, num_generations: 3, temperature: 0.3, top_p: 0.3, top_k: 1, keep_support: true, truncated: leave_out,
+  max_completion_length: 3, min_completion_length: 6, batch: 4, engine: vllm}
 rl.rollout.vllm:
-  {{dtype: bfloat16, max_model_len: 600, gpu_memory_utilization: 0.5, cache_gib: 2.0, tensor_parallel_size: 2,
-  enforce_eager: false, sleep: false}}
+  {dtype: bfloat16, max_model_len: 600, gpu_memory_utilization: 0.5, cache_gib: 2.0, tensor_parallel_size: 2,
+  enforce_eager: false, sleep: false}
 rl.algorithm:
-  {{name: dr_grpo, beta: 5.0, epsilon: 0.001, epsilon_high: 0.001, advantage: {{std_floor: 1.0}}, top_k_ratio: 0.5,
-  loss: {{aggregation: seq-mean-token-mean}}, segments: {{group_max_size: 1}}, sparse: true, drop_flat: false,
-  set_size: 3, correction: {{weights: none}}}}
+  {name: dr_grpo, beta: 5.0, epsilon: 0.001, epsilon_high: 0.001, advantage: {std_floor: 1.0}, top_k_ratio: 0.5,
+  loss: {aggregation: seq-mean-token-mean}, segments: {group_max_size: 1}, sparse: true, drop_flat: false,
+  set_size: 3, correction: {weights: none}}
 rl.algorithm.similarity:
-  {{config: {{linkage: single, min_silhouette: 0.9}}, sharing: 1.0, within: 0.5, between: 1.0, text: whole,
-  unfinished: whole, tail: 4}}
-rl.algorithm.critic: {{separate: true, lr: 0.1, coef: 5.0, clip: 1e-6, warmup: 1}}
+  {config: {linkage: single, min_silhouette: 0.9}, sharing: 1.0, within: 0.5, between: 1.0, text: whole,
+  unfinished: whole, tail: 4}
+rl.algorithm.critic: {separate: true, lr: 0.1, coef: 5.0, clip: 1e-6, warmup: 1}
 evaluation:
-  {{every: 1, prompts: 1, test_prompts: 1, batch: 1, samples: 4, temperature: 0.2, pass_k: [2], solved: -1.0,
-  solved_quantile: 1.0, max_completion_length: 3}}
+  {every: 1, prompts: 1, test_prompts: 1, batch: 1, samples: 4, temperature: 0.2, pass_k: [2], solved: -1.0,
+  solved_quantile: 1.0, max_completion_length: 3}
 evaluation.rewards.0: *reward
-logging: {{every: 2, progress: true, samples: 1}}
-checkpoints: {{every: 0, keep: 1}}
+logging: {every: 2, progress: true, samples: 1}
+checkpoints: {every: 0, keep: 1}
 """
 SECTIONS: dict[str, Any] = {
     **dict.fromkeys(("sft", "rl")),
-    **{f"{part}.rewards": [{"name": f"{HERE}:equal"}] for part in ("rl", "evaluation")},
+    **{f"{part}.rewards": [{"name": "tests.trainer.small:equal"}] for part in ("rl", "evaluation")},
     "model.lora": {"rank": 2},
     **{key: {"embedder": "hashed"} for key in ("sft.polychromic", "rl.algorithm.similarity")},
     "rl.algorithm.critic": {"lr": 0.1},
@@ -111,7 +108,7 @@ CRITIC = ("rl.algorithm={name: group_ppo, critic: {}}",)
 TASK = ("data={task: arithmetic, options: {demonstrations: 24, train: 12, validation: 2, test: 3}}",)
 LORA = ("model.lora={rank: 2, dropout: 0.5}", "rl.dropout=true")
 SAVED = ("model.path=<saved>",)
-BROKEN, SLOW = (f"rewards=[{{name: '{HERE}:{name}'}}]" for name in ("not_a_number", "slow"))
+SLOW = "tests.trainer.test_keys:slow"
 # Overrides for both runs, by a key or, with a dot at the end, the beginning of keys; the first one that fits.
 GIVEN: dict[str, tuple[str, ...]] = {
     "model.lora.": LORA,
@@ -122,22 +119,21 @@ GIVEN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("data.task", "data.options", "model.tiny.vocabulary", "model.max_prompt_length"), TASK),
     "sft.polychromic.": ("sft.polychromic={embedder: hashed}",),
     "rl.dropout": LORA,
-    **{f"{part}.rewards.0.on_error": (f"{part}.{BROKEN}",) for part in ("rl", "evaluation")},
-    **{f"{part}.rewards.0.timeout": (f"{part}.{SLOW}",) for part in ("rl", "evaluation")},
+    **{f"{part}.rewards.0.on_error": (small.rewarded_by("not_a_number", part=part),) for part in ("rl", "evaluation")},
+    **{f"{part}.rewards.0.timeout": (small.rewarded_by(SLOW, part=part),) for part in ("rl", "evaluation")},
     "rl.rollout.keep_support": ("rl.rollout.top_k=3",),
     **dict.fromkeys(("rl.rollout.vllm.", "rl.algorithm.correction"), ("rl.rollout.engine=vllm",)),
     "rl.algorithm.similarity.tail": (*CLUSTERS, "rl.algorithm.similarity.unfinished=tail"),
     "rl.algorithm.similarity.": CLUSTERS,
     "rl.algorithm.critic": ("rl.algorithm.name=group_ppo",),
     **dict.fromkeys(("rl.algorithm.critic.", "rl.algorithm.segments", "rl.algorithm.sparse"), CRITIC),
-    "rl.algorithm.drop_flat": (f"rl.rewards=[{{name: '{HERE}:equal'}}]",),
+    "rl.algorithm.drop_flat": (small.rewarded_by("equal"),),
     "rl.algorithm.set_size": ("rl.algorithm={name: polychromic, similarity: {embedder: hashed}}",),
 }
 # Keys whose effect is tested elsewhere, by file.
 ELSEWHERE = {
-    "test_cli.py": ("name", "output", "threads"),
+    "test_cli.py": ("name", "output", "threads", "logging.to", "logging.project"),
     "test_distributed.py": ("distributed",),
-    "test_trackers.py": ("logging.to", "logging.project"),
     "test_rewards.py": ("rl.rewards.0.options", "evaluation.rewards.0.options"),
     "test_embed.py": (
         *("sft.polychromic.embedder", "evaluation.embedder"),
@@ -160,37 +156,20 @@ def fits(name: str, key: str) -> bool:
 VALUES = dict(others(read_yaml(OTHER, "OTHER")))
 
 
-def not_a_number(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    return [float("nan") if i == 0 else 0.1 * i for i in range(len(completions))]
-
-
-def equal(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    return [1.0] * len(completions)
-
-
-def lengths(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    return [0.5 + len(text) for text in completions]
-
-
 def slow(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
     time.sleep(0.5)
-    return lengths(prompts, completions)
+    return small.length(prompts, completions)
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("files")
-    policy = set_up(small.recipe(folder / "run", "seed=5")).policy
-    policy.tokenizer.chat_template = "{% for message in messages %}said {{ tone }}: {{ message.content }}{% endfor %}"
-    save_policy(policy, folder / "saved")
-    with torch.no_grad():
-        for weight in policy.lm.parameters():
-            weight.mul_(1.1)
-    save_policy(policy, folder / "sibling")
-    for name, lines in (("data", LINES), ("other", LINES[::-2])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    suffixes = {"saved": "", "sibling": "", "data": ".jsonl", "other": ".jsonl"}
-    return {name: f"{folder / name}{suffix}" for name, suffix in suffixes.items()}
+    template = "{% for message in messages %}said {{ tone }}: {{ message.content }}{% endfor %}"
+    made = {name: small.saved_model(folder / name, "seed=5", template=template) for name in ("saved", "sibling")}
+    weights = {name: 1.1 * weight for name, weight in load_file(folder / "sibling" / "model.safetensors").items()}
+    save_file(weights, folder / "sibling" / "model.safetensors", {"format": "pt"})
+    made["data"] = small.write_data(folder / "data.jsonl", LINES)
+    return made | {"other": small.write_data(folder / "other.jsonl", LINES[::-2])}
 
 
 def content_of(files: dict[str, str], *overrides: str) -> str:

