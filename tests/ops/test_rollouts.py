@@ -255,3 +255,11 @@ def test_shares_and_ratios_are_of_rollouts(aggregation: str, batch: Rows, seed: 
         ).loss
         torch.testing.assert_close(loss, want)
         torch.testing.assert_close(torch.autograd.grad(loss, other)[0], want_gradient)
+
+
+def test_a_rollout_that_the_old_policy_could_not_sample_has_a_finite_gradient() -> None:
+    logprobs = torch.zeros(3, 2, dtype=F64, requires_grad=True)
+    old = torch.tensor([[0.0, -torch.inf], [0.0, 0.0], [-1.0, -1.0]], dtype=F64)
+    got = gk.rollout_logprobs(logprobs, old, torch.tensor([0, 0, 1]))
+    (gradient,) = torch.autograd.grad(got.sum(), logprobs)
+    assert got.isfinite().all() and gradient.isfinite().all() and (got[0, 0] > 1e100).item()

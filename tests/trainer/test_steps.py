@@ -83,6 +83,7 @@ def test_the_first_ratio_is_one_and_later_ones_are_not(tmp_path: Path, iteration
     metrics = training.rl_step(run, run.items("train")[:6], 2)
     ratio = metrics["train/ratio_max"]
     assert metrics["train/optimizer_steps"] == iterations
+    assert metrics["train/tokens"] == pytest.approx(24 * metrics["rollout/length_mean"]), "of one step"
     assert (abs(ratio - 1) < 1e-4) == (iterations == 1) and (ratio > 1.001) == (iterations == 4)
     assert metrics["train/clip_low"] == 0 and (metrics["train/clip_high"] > 0) == (iterations == 4)
     if iterations == 1:  # both are k3, before the weights change

@@ -77,8 +77,8 @@ class RunFolder:
             self.recipe = {}
             self.unreadable.append("recipe.yaml")
         self.metrics, self.events = self._read_lines("metrics"), self._read_lines("events")
-        solved = self.setting("evaluation.solved") or 1.0
-        evaluations = [Evaluated(line, solved) for line in self._read_lines("evaluations")]
+        solved = self.setting("evaluation.solved")
+        evaluations = [Evaluated(line, 1.0 if solved is None else solved) for line in self._read_lines("evaluations")]
         self.evaluations = sorted(evaluations, key=lambda e: (e.phase == "rl", e.step))
 
     def _read_lines(self, name: str) -> list[Line]:

@@ -33,7 +33,7 @@ GRID: dict[str, list[Any]] = {
     "beta": [0.0, 0.1],
     "use_bias_correction_kl": [True, False],
     "epsilon": [0.2],
-    "epsilon_high": [None, 0.28, 1.25],
+    "epsilon_high": [None, 0.0, 0.28, 1.25],
     "delta": [None, 1.3, 0.7],
     "vllm_importance_sampling_mode": [None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
     "vllm_importance_sampling_clip_max": [1.1, None],

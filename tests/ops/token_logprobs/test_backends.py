@@ -216,6 +216,8 @@ def test_inplace_backward_writes_the_same_gradient_over_the_logits(backend: str,
     assert leaf.grad is not None and torch.equal(leaf.grad[:, :-1], expected) and not leaf.grad[:, -1].any()
     assert torch.equal(computed[:, :-1], expected), "the logits' memory"
     assert torch.equal(computed[:, -1], leaf[:, -1]), "beside it"
+    without = cases.call(others | {"logits": copied.detach()}, backend, inplace_backward=True)
+    assert torch.equal(without["logprobs"], cases.call(others | {"logits": copied}, backend)["logprobs"])
 
 
 @on_backends
