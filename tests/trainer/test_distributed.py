@@ -53,7 +53,8 @@ RUNS = {
     "sharded_banned": (*ODD, "model.banned=[0, a, s, '#', Ġman, '=']", SHARDED),
     "sharded_values": (*ODD, SEGMENTS, SHARDED),
     "sharded_critic": (*ODD, CRITIC, SHARDED),
-    "sharded_seq2seq": (*ODD, *ONE, "model.tiny.architecture=seq2seq", SHARDED),
+    # Adam's step shows the rounding of a gradient that is small by cancellation, times the learning rate
+    "sharded_seq2seq": (*ODD, *ONE, "model.tiny.architecture=seq2seq", "sft.optimizer.lr=0.001", SHARDED),
 }
 # Stopped before this step of the RL phase, and resumed with the other number of processes.
 STOP = ("rl", 2)

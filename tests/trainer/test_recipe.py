@@ -153,7 +153,7 @@ def stand_in(name: str, folder: Path) -> list[str]:
     path = small.write_data(folder / "lines.jsonl", LINES)
     parts = [part for part in ("train", "sft", "validation", "test") if getattr(published.data, part) is not None]
     model = small.saved_model(folder / "model", *tiny, template=TEMPLATE)
-    more = [f"model.path={model}", "model.attention=sdpa", "evaluation.embedder=hashed", *INSTEAD.get(name, [])]
+    more = [f"model.path={model}", "model.attention=auto", "evaluation.embedder=hashed", *INSTEAD.get(name, [])]
     return [*more, *(f"data.{part}={path}" for part in parts)]
 
 
