@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -181,11 +182,12 @@ def write_curves(results: list[Result], theme: str, path: Path) -> None:
     runs = defaultdict(list)
     for result in results:
         if "run" in result:
-            rows = [line["rewards/mean"] for line in result["run"] if (line["kind"], line["phase"]) == ("train", "rl")]
-            runs[result["name"].rpartition("-")[0]].append(rows)
+            steps = [line for line in result["run"] if (line["kind"], line["phase"]) == ("train", "rl")]
+            rewards = [math.nan if line["rewards/mean"] is None else line["rewards/mean"] for line in steps]
+            runs[result["name"].rpartition("-")[0]].append(rewards)
     figure, axes = plt.subplots(figsize=(WIDTH, 3), layout="constrained")
     for colour, (name, seeds) in zip(COLOURS, runs.items(), strict=False):
-        means = [sum(values) / len(values) for values in zip(*seeds, strict=True)]
+        means = [sum(values) / len(values) for values in zip(*seeds, strict=False)]  # to the end of the shortest
         for values, width, label in [(values, 0.6, "") for values in seeds] + [(means, 2.0, name)]:
             axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=width, label=label or "_")
     axes.set_ylim(bottom=0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -307,3 +308,22 @@ def test_the_picture_of_a_run_has_its_steps_of_rl(tmp_path: Path, monkeypatch: p
     written = plot.write_all([plot.load(file)], tmp_path)
     assert [path.name for path in written] == ["curve_light.png", "curve_dark.png"]
     assert drawn == [((1,), (0.5,)), ((0, 2), (0.4, 0.6))] * 2
+
+
+def test_the_picture_of_several_runs_has_the_mean_of_the_seeds_of_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewards = {"one-0": [0.0, None, 1.0], "one-1": [0.5, 0.5, 0.0], "two-0": [1.0, 1.0]}
+    files = []
+    for name, values in rewards.items():
+        lines = [{"kind": "train", "phase": "rl", "rewards/mean": value} for value in values]
+        (tmp_path / name).mkdir()
+        files.append(tmp_path / name / "metrics.jsonl")
+        files[-1].write_text("\n".join(map(json.dumps, lines)))
+    drawn: list[Any] = []
+    draw = Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda self, *at, **look: drawn.append((look["label"], at[1])) or draw(self, *at))
+    written = plot.write_all([plot.load(file) for file in files], tmp_path)
+    assert [path.name for path in written] == ["curves_light.png", "curves_dark.png"]
+    assert [label for label, _ in drawn] == ["_", "_", "one", "_", "two"] * 2
+    assert drawn[2][1] == pytest.approx([0.25, math.nan, 0.5], nan_ok=True) and drawn[4][1] == [1.0, 1.0]

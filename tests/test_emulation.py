@@ -42,7 +42,7 @@ class Selftest:
         return str(function(*arguments).decode())
 
     def walk(self, kind: int, is_ordered: bool, seed: int | None) -> list[int]:
-        """What the threads of the kernel leave; the next schedule of the last seed, or the first one of a new."""
+        """Results of the kernel's threads; the next schedule of the last seed, or the first one of a new."""
         if seed is not None:
             self.library.grpo_kernels_set_schedule_seed(ctypes.c_uint64(seed))
         out = (ctypes.c_int * (THREADS + 1))()

@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")  # pages with the same name
 HOME = "README.md"  # that of the project; docs/README.md lists the pages for readers on GitHub
-NOTEBOOKS = ("tutorial", "trl_side_by_side")
+NOTEBOOKS = [path.stem for path in sorted((ROOT / "docs").glob("*.ipynb"))]
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'

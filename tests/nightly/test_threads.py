@@ -117,7 +117,7 @@ def work_of_child(names: str, path: Path) -> None:
 
 
 def outcome(after: str, in_child: str) -> str:
-    """What becomes of a forked child: "same", "hangs", or its status."""
+    """End of a forked child: "same", "hangs", or its status."""
     torch.set_num_threads(2)
     if after == "all ops":
         results("all ops", 2)

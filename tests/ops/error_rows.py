@@ -17,7 +17,7 @@ Rows = dict[str, dict[str, Any]]  # wrong arguments by message
 
 
 class Call(NamedTuple):
-    """What is called, and arguments that are right."""
+    """A function, and arguments that are right."""
 
     function: Callable[..., object]
     arguments: dict[str, Any]

@@ -195,7 +195,7 @@ def test_threads_are_set_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.get_num_threads() == expected
 
 
-# What ends a run early
+# Runs that end early
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 

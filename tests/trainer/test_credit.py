@@ -107,7 +107,7 @@ def test_advantages_within_and_between_clusters() -> None:
     assert computed[4] == 0 and computed[[0, 1, 2, 3, 5]].all()
 
 
-# What is left out
+# Responses left out
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def test_weights_of_demonstrations_enter_the_loss(tmp_path: Path, monkeypatch: p
     assert loss == pytest.approx(-sum(w * s for w, s in zip(own, sums, strict=True)) / total, rel=1e-5)
 
 
-# What is left out, skipped or fails
+# Responses left out, steps skipped, failures
 
 
 def if_answered(prompts: list[str], completions: list[str], answer: list[int | None], **_: Any) -> list[float | None]:

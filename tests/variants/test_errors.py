@@ -1,4 +1,4 @@
-"""What gk.variants and token_shares refuse: the function, the argument, the rule and the value; and what they accept.
+"""Errors of gk.variants and token_shares: the function, the argument, the rule and the value; and inputs they accept.
 
 Tensors of another dtype, shape or device are those of tests/ops/test_promises.py.
 """

@@ -280,7 +280,8 @@ def terms(
     values, mass, by_rest = (torch.empty_like(shares) for _ in range(3))
     by_id = torch.empty_like(teacher_logprobs)
     inputs, results = (others.contiguous(), scaled, ids, teacher_logprobs, shares), (values, mass, by_rest, by_id)
-    constants = kind, tail, least_rest, triton.next_power_of_2(count)
+    width = triton.next_power_of_2(count)
+    constants, warps = (kind, tail, least_rest, width), min(8, max(1, width // 128))
     if len(shares) > 0:
-        _terms_kernel[(len(shares),)](*inputs, *results, beta, count, scaled.stride(0), *constants, num_warps=1)
+        _terms_kernel[(len(shares),)](*inputs, *results, beta, count, scaled.stride(0), *constants, num_warps=warps)
     return results
