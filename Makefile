@@ -8,8 +8,8 @@
 #   make test-floor-quick  run the part of it that CI runs
 #   make test-engine       test the trainer, TRL and verl with vLLM on the CPU; twenty minutes
 #   make soak              kill runs, break their surroundings, fuzz the ops, look for leaks; an hour and a half
-#   make nightly           run everything slower than .ci/run: test-all, floor, engine, soak, benchmarks, results
-#   make results           measure the results of docs/results again; hours
+#   make nightly           run everything slower than .ci/run: test-all, floor, engine, soak, benchmarks, results of a seed
+#   make results           measure the results of docs/results again; hours, or SEEDS=0 for those of a seed
 #   make bench             time the CPU against the installed peers and check every bar; a quarter of an hour
 #   make bench-quick       compare the steady ratios with benchmarks/baseline.json; a minute
 #   make wheel             build the wheel of mode GRPO_KERNELS_BUILD (auto, none, cpu, cuda) into dist/
@@ -87,11 +87,11 @@ soak: $(VENV)/built
 # PARTS="bench results" runs those parts only.
 PARTS ?=
 
-# A part that fails stops no other; a table comes last.
+# A part that fails stops no other; a table comes last. The results are those of one seed, all of them take hours.
 NIGHTLY := test-all test-floor test-engine soak bench results
 nightly: $(VENV)/built
 	@table=; for part in $(or $(PARTS),$(NIGHTLY)); do \
-	  began=$$(date +%s); state=ok; $(MAKE) $$part PARTS= || state=failed; \
+	  began=$$(date +%s); state=ok; $(MAKE) $$part PARTS= SEEDS=$(or $(SEEDS),0) || state=failed; \
 	  table="$$table$$(printf '%-12s %-6s %6d s' $$part $$state $$(($$(date +%s) - began)))\n"; \
 	done; printf "\n$$table"; case "$$table" in *" failed "*) exit 1;; esac
 
@@ -107,15 +107,15 @@ format: $(VENV)/built
 	$(BIN)/clang-format -i $(CPP)
 
 results: $(VENV)/built
-	$(BIN)/python tools/experiments.py arithmetic --seeds 0 1 2
-	$(BIN)/python tools/experiments.py gsm8k evaluation.samples=0 evaluation.every=0 --seeds 0 1 2
-	$(BIN)/python tools/experiments.py strategies --seeds 4 5 6
-	$(BIN)/python tools/experiments.py segments --seeds 0 1 2
-	$(BIN)/python tools/experiments.py dialogue-algorithms --seeds 0 1 2
-	$(BIN)/python tools/experiments.py dialogue-settings --seeds 0 1 2
-	$(BIN)/python tools/experiments.py dialogue-encoder-decoder --seeds 0 1 2
+	$(BIN)/python tools/experiments.py arithmetic --seeds $(or $(SEEDS),0 1 2)
+	$(BIN)/python tools/experiments.py gsm8k evaluation.samples=0 evaluation.every=0 --seeds $(or $(SEEDS),0 1 2)
+	$(BIN)/python tools/experiments.py strategies --seeds $(or $(SEEDS),4 5 6)
+	$(BIN)/python tools/experiments.py segments --seeds $(or $(SEEDS),0 1 2)
+	$(BIN)/python tools/experiments.py dialogue-algorithms --seeds $(or $(SEEDS),0 1 2)
+	$(BIN)/python tools/experiments.py dialogue-settings --seeds $(or $(SEEDS),0 1 2)
+	$(BIN)/python tools/experiments.py dialogue-encoder-decoder --seeds $(or $(SEEDS),0 1 2)
 	$(BIN)/python tools/experiments.py reply-base reply-sft reply-sft-polychromic reply-sft-conservative reply \
-		reply-grpo-polychromic reply-polychromic --seeds 0 1 2 --folder runs/replies
+		reply-grpo-polychromic reply-polychromic --seeds $(or $(SEEDS),0 1 2) --folder runs/replies
 	$(BIN)/python -m benchmarks.step --steps 9
 
 bench: $(VENV)/built
