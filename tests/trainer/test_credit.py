@@ -124,9 +124,9 @@ def test_what_is_left_out_decides_nothing(settings: dict[str, Any]) -> None:
     """Neither its reward nor its text changes the credit of another response."""
     random = torch.Generator().manual_seed(1)
     credits = []
-    for scale in (1.0, -100.0):
+    for scale, text in ((1.0, torch.full([4], -1.0)), (-100.0, torch.tensor([0.0, 1, 1, 0]))):
         rewards = torch.randn(12, generator=random) * scale
-        embeddings = torch.randn(12, 4, generator=random)
+        embeddings = text.repeat(12, 1)  # far from all others, or between two of them, which make one cluster then
         rewards[~LEFT_OUT] = torch.tensor([0.5, 1.0, 0.0, 0.75, 0.25, 1.0, 0.0])
         embeddings[~LEFT_OUT] = torch.eye(4)[[0, 0, 1, 2, 3, 3, 1]]
         plan, credit = credited(settings, rewards, embeddings, MASK & ~LEFT_OUT[:, None])

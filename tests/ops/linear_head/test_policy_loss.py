@@ -34,6 +34,7 @@ def test_any_problem_gives_the_policy_loss_of_the_log_probs(backend: str, name: 
     def check(case: Problem) -> None:
         assert_close(case.run(backend), case.defined())
 
+    check(problem(name, "zeros"))  # tokens that most losses, but not all, may leave out
     settings(max_examples=examples(90 if backend == "cpu" else 15))(given(cases.problems(name))(check))()
 
 
