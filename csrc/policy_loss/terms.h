@@ -19,14 +19,16 @@ struct TermCoefficients {
 #define GRPO_COEFFICIENT(name) Scalar name;
   GRPO_TERM_COEFFICIENTS(GRPO_COEFFICIENT)
 #undef GRPO_COEFFICIENT
-  Scalar log_limit;  // an infinite ratio would turn terms that are clipped or have no advantage into NaN
+  // An infinite ratio would turn terms that are clipped or have no advantage into NaN. Thousands at the limit have a
+  // finite sum.
+  Scalar log_limit;
   // Without a bound its clamp is skipped.
   bool clamps_ratio, clamps_kl, has_cap, has_dual;
   bool has_kl;  // a KL that is only measured may overflow
 
   TermCoefficients() = default;
   GRPO_HD explicit TermCoefficients(const PolicyPlan& plan)
-      : log_limit(sizeof(Scalar) == 4 ? 88 : 709),
+      : log_limit(sizeof(Scalar) == 4 ? 80 : 701),
         clamps_ratio(plan.clamp_low > -INFINITY || plan.clamp_high < INFINITY),
         clamps_kl(plan.kl_clamp_in < INFINITY || plan.kl_clamp_out < INFINITY),
         has_cap(plan.cap < INFINITY),

@@ -129,8 +129,9 @@ def _ratios(rows: TokenRows, tokens: Tokens, segments: Tensor | None, plan: Plan
     if plan.row.is_of_rows:
         return _geometric(rows, tokens, plan)
     d = d.clamp(plan.clamp_low, plan.clamp_high)
-    # an infinite ratio would make NaN of the terms that are clipped or have no advantage
-    limit = math.floor(math.log(torch.finfo(d.dtype).max))
+    # An infinite ratio would make NaN of the terms that are clipped or have no advantage. Thousands at the limit have a
+    # finite sum.
+    limit = math.floor(math.log(torch.finfo(d.dtype).max)) - 8
     return Terms(here, score, torch.where(d > limit, limit + (d - d.detach()), d).exp())
 
 
