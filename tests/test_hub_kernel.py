@@ -56,7 +56,7 @@ print(json.dumps({
     "equal": all(torch.equal(a.nan_to_num(-9), b.nan_to_num(-9)) for a, b in pairs),  # metrics of absent terms
     "names": sorted(loaded.__all__) == sorted(installed.__all__),
     "apart": loaded.policy_loss is not installed.policy_loss,
-    "namespaces": all(hasattr(namespace, "token_logprobs_cpu") for namespace in namespaces),
+    "namespaces": all(hasattr(namespace, "token_logprobs") for namespace in namespaces),
 }))
 """
 

@@ -95,8 +95,12 @@ ROWS: dict[str, dict[str, Any]] = {
         **{"epsilon": 3e-4, "epsilon_high": 4e-4},
     },
     "delta": {"beta": 0.0, "delta": 1.5, "num_iterations": 2, "reward_weights": [1.0, 0.3]},
-    "plain KL": {"use_bias_correction_kl": False, "epsilon": 0.05},
-    "high entropies": {"top_entropy_quantile": 0.4, "entropy_coef": 0.02, "temperature": 0.7},
+    # 24 micro-batches an epoch: its last step accumulates fewer
+    "plain KL": {"use_bias_correction_kl": False, "epsilon": 0.05, "gradient_accumulation_steps": 5},
+    "high entropies": {
+        **{"top_entropy_quantile": 0.4, "entropy_coef": 0.02, "temperature": 0.7},
+        **{"off_policy_mask_threshold": 1e-3, "num_iterations": 3},
+    },
     "entropy bonus": {"entropy_coef": 0.05, "loss_type": "bnpo"},
     "adaptive entropy": {
         **{"use_adaptive_entropy": True, "entropy_target": 2.2, "entropy_coef": 0.01, "entropy_coef_delta": 0.01},

@@ -128,11 +128,11 @@ def in_another_order(inputs: Inputs, op: Op, dtype: torch.dtype, order: Tensor) 
     return {name: value[..., order.argsort()] if name[2:] in wide else value for name, value in results.items()}
 
 
-def assert_as_reference(inputs: Inputs, backend: str, dtype: torch.dtype, *frozen: str) -> Results:
+def assert_as_reference(inputs: Inputs, backend: str, dtype: torch.dtype, *frozen: str, factor: float = 2.0) -> Results:
     """Compares with the float64 reference.
 
     A kernel may add a product in another order than the reference does, so that in the working dtype the worst of three
-    orders counts.
+    orders counts. `factor` is larger for batches that are searched, as in some of them the reference is exact by luck.
     """
     inputs, width = heads.rounded(inputs, dtype), inputs["weight"].shape[1]
     op = op_of(inputs, *frozen)
@@ -145,7 +145,7 @@ def assert_as_reference(inputs: Inputs, backend: str, dtype: torch.dtype, *froze
             continue  # a sum of the others
         working = max((each[name] for each in runs), key=lambda result, of=value: float((result - of).abs().max()))
         assert got[name].dtype == working.dtype
-        assert_within_budget(got[name], working, value, name)
+        assert_within_budget(got[name], working, value, name, factor=factor)
     return got
 
 
@@ -177,7 +177,10 @@ def unread(inputs: Inputs) -> dict[str, Tensor]:
 def drawn(*features: str, columns: int = 37, width: int = 6, **others: object) -> Inputs:
     """20 tokens in 4 rows, some of them ignored, each with a temperature."""
     inputs = draw((4, 5), "ignored", "temperatures", *features, columns=columns, width=width) | others
-    return inputs | heads.draw_support(inputs, 9) if "support" in features else inputs
+    if "support" not in features:
+        return inputs
+    sizes = [place % 9 + 1 for place in range(20)]  # of every draw, as graphs are replayed with other values alone
+    return inputs | heads.draw_support(inputs, 9, sizes)
 
 
 def described(rewrites: dict[str, Callable[[Inputs], Same]], *features: str, **others: Any) -> Op:

