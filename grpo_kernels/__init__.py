@@ -41,7 +41,7 @@ from grpo_kernels.ops.token_advantages.config import TokenAdvantageConfig
 from grpo_kernels.ops.token_advantages.optimal_baseline import optimal_token_baseline
 from grpo_kernels.ops.token_logprobs import TokenLogprobs, token_logprobs
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AdvantageConfig",

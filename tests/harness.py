@@ -110,7 +110,7 @@ def reach(call: Callable[[Tensor], dict[str, Tensor]], shape: torch.Size, error:
 def assert_within_budget(
     got: Tensor, working: Tensor, gold: Tensor, what: str = "result", inherited: float = 0.0, factor: float = 2.0
 ) -> None:
-    """Checks that a result is at most `factor` times as far from float64 as the reference in its dtype, plus a few ulps.
+    """Checks that an error is at most `factor` times that of the reference in its dtype, plus a few ulps.
 
     Non-finite values must match everywhere. `inherited` is the error that the result may have from that of its inputs.
     """
