@@ -278,6 +278,7 @@ def finite(where: str, argument: str, value: object, minimum: float | None = Non
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{where}: {argument} must be a number, got {type(value).__name__} {value!r}")
     low_enough = minimum is None or value > minimum or (value == minimum and not open_end)
-    if not math.isfinite(value) or not low_enough:
+    # a comparison, since torch.compile of torch 2.11 cannot trace isfinite of a number that may change
+    if not -math.inf < value < math.inf or not low_enough:
         rule = "" if minimum is None else f" {'above' if open_end else 'of at least'} {minimum:g}"
         raise ValueError(f"{where}: {argument} must be a finite number{rule}, got {value!r}")

@@ -49,13 +49,13 @@ NAN = math.nan
     ("settings", "texts"),
     [
         ({}, ["b", None, "c d", "x"]),
-        ({"text": "whole"}, ["a</think> b", "<think>no end", "c d", " x "]),
+        ({"text": "whole"}, ["a</think> or </think> b", "<think>no end", "c d", " x "]),
         ({"unfinished": "whole"}, ["b", "<think>no end", "c d", "x"]),
         ({"unfinished": "tail", "tail": 4}, ["b", "end", "c d", "x"]),
     ],
 )
 def test_the_answer_is_embedded(settings: dict[str, Any], texts: list[str | None]) -> None:
-    vectors = load_embedder(Similarity(embedder="hashed", **settings))(["a</think> b", "<think>no end", "c d", " x "])
+    vectors = load_embedder(Similarity(embedder="hashed", **settings))(["a</think> or </think> b", "<think>no end", "c d", " x "])
     for vector, text in zip(vectors, texts, strict=True):
         assert bool(vector.isnan().all()) if text is None else torch.equal(vector, hashed([text])[0])
 

@@ -122,8 +122,7 @@ class RunFolder:
         else:
             lines = [line for line in self.metrics if (line["kind"], line["phase"]) == ("train", source)]
             rows = [{name: number(line[name]) for name in line if "/" in name or name == "step"} for line in lines]
-        frame = pd.DataFrame(rows, columns=None if rows else ["step"], dtype=float)
-        return frame.drop_duplicates("step", keep="last").set_index("step")
+        return pd.DataFrame(rows, columns=None if rows else ["step"], dtype=float).set_index("step")
 
     def series(self, source: str, name: str) -> pd.Series:
         """One of these numbers; NaN where it is missing."""

@@ -22,7 +22,7 @@ NAN, INF = float("nan"), float("inf")
 BACKENDS = runnable_backends(SUPPORTS)
 KERNELS = [name for name in BACKENDS if name != "reference"]
 # the emulated CUDA is 10 to 1000 times slower
-FAST = ("cpu", "reference") if not torch.cuda.is_available() else tuple(BACKENDS)
+FAST = tuple(name for name in BACKENDS if name in ("cpu", "reference") or torch.cuda.is_available())
 PRESETS = {name: gk.AdvantageConfig(name) for name in gk.AdvantageConfig.names()}
 # estimators whose rows depend on rows of other groups
 OF_BATCH = [n for n, c in PRESETS.items() if c.scale == "batch_std" or c.whiten != "none" or c.gain != "none"]

@@ -190,6 +190,7 @@ def test_large_logits(kind: str) -> None:
     close(run(op_of(inputs), inputs, "cpu", F32), run(op_of(inputs), inputs, "reference", F64))
 
 
+@needs_cpu_kernels
 @every_kind
 def test_plain_torch_takes_some_rows_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = cases.draw("bias", "gaps", "temperatures", "whole", kind=kind)

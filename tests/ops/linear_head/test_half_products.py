@@ -16,7 +16,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels import registry
 from grpo_kernels.ops.linear_head import chunks
-from tests.harness import cpu_threads
+from tests.harness import cpu_threads, needs_cpu_kernels
 
 BF16 = torch.bfloat16
 
@@ -77,6 +77,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row() -> None:
     assert out[others].isfinite().all()
 
 
+@needs_cpu_kernels
 @pytest.mark.parametrize("op", ["linear_logprobs", "linear_policy_loss"])
 def test_a_machine_without_units_gets_the_same(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the rounding of the gradient by the logits, which is a relative 2^-9 of each."""

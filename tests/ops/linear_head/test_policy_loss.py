@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from grpo_kernels import backends
-from tests.harness import assert_within_budget, examples
+from tests.harness import assert_within_budget, examples, needs_cpu_kernels
 from tests.ops.linear_head import distillation_cases as distillation
 from tests.ops.linear_head import policy_loss_cases as cases
 from tests.ops.linear_head.heads import BF16, EXACT, F32, F64, INF, KERNELS, assert_close
@@ -105,6 +105,7 @@ def test_no_token_takes_part(backend: str, name: str, memory: str) -> None:
         assert got["loss"] == 0 and not any(got[f"d_{leaf}"].any() for leaf in case.op.leaves)
 
 
+@needs_cpu_kernels
 @pytest.mark.parametrize("compact", [True, False])
 @pytest.mark.parametrize("name", ["grpo", "sequence"])
 def test_no_rows_before_tokens_that_belong_to_none(name: str, compact: bool) -> None:
@@ -114,6 +115,7 @@ def test_no_rows_before_tokens_that_belong_to_none(name: str, compact: bool) -> 
     assert_close(case.run("cpu", compact=compact, chunk_size=4), case.defined())
 
 
+@needs_cpu_kernels
 @pytest.mark.parametrize("name", ["dapo", "entropy"])
 @pytest.mark.parametrize("kept", [31, 30])
 def test_ids_may_be_the_whole_vocabulary(name: str, kept: int) -> None:
@@ -142,11 +144,13 @@ def certain(name: str, **changes: Any) -> Problem:
     return case._replace(inputs=case.inputs | same | forward | changes)
 
 
+@needs_cpu_kernels
 def test_a_certain_target_is_exact_beside_a_teacher() -> None:
     case = certain("entropy")
     assert_close(case.run("cpu"), case.run("cpu", memory="low"), rtol=1e-8, atol=0)
 
 
+@needs_cpu_kernels
 def test_the_gradient_of_a_certain_target_is_exact_beside_a_teacher() -> None:
     """Its logit's is 1 minus a probability of nearly 1."""
     case = certain("grpo", teacher_mask=(torch.arange(4) > 0)[:, None].expand(4, 7))

@@ -107,6 +107,7 @@ def test_a_weight_gradient_of_a_half_is_added_up_in_either_dtype(features: tuple
     assert given["weight"].grad is None and total.any()
 
 
+@needs_cpu_kernels
 def test_a_loss_whose_weight_gradient_was_added_must_not_be_scaled() -> None:
     op = of_loss()
     given = on_device(op, "cpu", "weight")
