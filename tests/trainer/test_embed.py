@@ -55,7 +55,8 @@ NAN = math.nan
     ],
 )
 def test_the_answer_is_embedded(settings: dict[str, Any], texts: list[str | None]) -> None:
-    vectors = load_embedder(Similarity(embedder="hashed", **settings))(["a</think> or </think> b", "<think>no end", "c d", " x "])
+    responses = ["a</think> or </think> b", "<think>no end", "c d", " x "]
+    vectors = load_embedder(Similarity(embedder="hashed", **settings))(responses)
     for vector, text in zip(vectors, texts, strict=True):
         assert bool(vector.isnan().all()) if text is None else torch.equal(vector, hashed([text])[0])
 
