@@ -12,6 +12,7 @@ from torch import Tensor
 
 class Plain:
     name = "plain"
+    epsilon = 0.0  # added to the standard deviation
 
     def advantages(self, batch: Batch) -> Tensor:
         """Compares each rollout with the others of its group that have a reward and a token in the loss."""
@@ -36,7 +37,8 @@ class Plain:
         if estimator == "mean" or difference == 0:
             return difference
         mean = math.fsum(rewards) / count
-        return difference / math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (count - 1))
+        deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (count - 1))
+        return difference / (deviation + self.epsilon)
 
     def token_advantages(self, batch: Batch) -> Tensor:
         """GAE over the counting tokens of each rollout, one after another."""

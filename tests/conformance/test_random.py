@@ -14,7 +14,7 @@ import torch
 from grpo_conformance.adapters import load
 from grpo_conformance.batch import Batch, make, part
 from grpo_conformance.run import Asked
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.conformance.plain import Plain
@@ -26,7 +26,9 @@ with warnings.catch_warnings():
 
 ROWS, WIDTH = 6, 4
 PLAIN = Asked(Plain())
-on_ours = pytest.mark.parametrize("name", ["grpo_kernels", "fused_trl", "fused_verl"])
+# added to the standard deviation
+EPSILONS = {"grpo_kernels": 1e-6, "fused_trl": 1e-4, "fused_verl": 1e-6}
+on_ours = pytest.mark.parametrize("name", EPSILONS)
 seeds = st.integers(0, 10**6)
 
 
@@ -48,13 +50,15 @@ def drawn(seed: int, has_rollouts: bool, **fields: Any) -> Batch:
     return make(mask.long().tolist(), rewards, groups, rollouts.tolist(), **own | fields)
 
 
-def assert_same(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @on_ours
 @given(seeds, st.booleans(), st.sampled_from(["mean", "mean-std", "leave-one-out"]))
+@example(352143, True, "mean-std")  # a deviation of 0.007, which TRL's epsilon increases by 1.5%
 def test_advantages(name: str, seed: int, has_rollouts: bool, estimator: str) -> None:
+    """The CPU kernels compute in float64, so that dividing by a small deviation loses no digits."""
     batch = drawn(seed, has_rollouts, estimator=estimator)
     if not has_rollouts:  # rows without a token do not vote
         batch = batch.replace(mask=batch.mask & (torch.rand(ROWS, 1) < 0.8))
@@ -62,9 +66,9 @@ def test_advantages(name: str, seed: int, has_rollouts: bool, estimator: str) ->
     for group in (batch.groups == 0, batch.groups == 1):  # an answer that is alone is a convention
         if len(batch.rollouts[rows & group].unique()) < 2:
             rows = rows & ~group
-    # divided by a deviation and an epsilon, or by the deviation alone
-    tolerance = 2e-3 if estimator == "mean-std" else 1e-5
-    assert_same(Asked(load(name)).advantages(batch)[rows], PLAIN.advantages(batch)[rows], tolerance)
+    plain = Plain()
+    plain.epsilon = EPSILONS[name]
+    assert_same(Asked(load(name)).advantages(batch)[rows], Asked(plain).advantages(batch)[rows])
 
 
 @pytest.mark.parametrize("name", ["grpo_kernels", "fused_verl"])

@@ -291,7 +291,8 @@ def equations(text: str) -> list[tuple[int, str, int, int]]:
     result = []
     for left, operator, right, value in EQUATION.findall(text.replace(",", "")):
         a, b, c = int(left), int(right), int(value)
-        assert c == {"+": a + b, "-": a - b, "*": a * b, "/": a // b if a % b == 0 else None}[operator]
+        is_right = {"+": c == a + b, "-": c == a - b, "*": c == a * b, "/": b != 0 and b * c == a}
+        assert is_right[operator], text
         result.append((a, operator, b, c))
     return result
 

@@ -117,13 +117,17 @@ def theirs(batch: Inputs, fields: dict[str, Any], weights: bool = False, ranks: 
         kl_loss = mean(core_algos.kl_penalty(b["logprobs"], b["ref_logprobs"], config.kl_loss_type))
         loss = loss + config.kl_loss_coef * kl_loss
         metrics |= {"kl_loss": kl_loss.item(), "kl_coef": config.kl_loss_coef}
-    result = peers.result_of(loss, b, metrics)
-    if fields["loss_agg_mode"] == "token-sum" and ranks and fields["loss_mode"] not in ("sapo", "geo_mean"):
-        # verl's factor dp_size, which here is left to the caller
-        result.loss, result.gradients = result.loss / 2, {name: g / 2 for name, g in result.gradients.items()}
-        means = {"actor/pg_loss", "actor/entropy_loss", "kl_loss"} & metrics.keys()
-        metrics |= {name: metrics[name] / 2 for name in means}
-    return result
+    return peers.result_of(loss, b, metrics)
+
+
+def divided(result: Result, divisor: int) -> Result:
+    """The result without a factor of all terms of its loss."""
+    terms = {"actor/pg_loss", "actor/entropy_loss", "kl_loss"} & result.metrics.keys()
+    return Result(
+        result.loss / divisor,
+        {name: gradient / divisor for name, gradient in result.gradients.items()},
+        result.metrics | {name: result.metrics[name] / divisor for name in terms},
+    )
 
 
 def normalizer_of(ranks: dict[str, Any] | None) -> dict[str, Any]:
@@ -173,6 +177,8 @@ def test_registered_losses(backend: str, dtype: torch.dtype, mode: str) -> None:
         entropy = {"entropy_coeff": 0.0 if mode == "sapo" else drawn["entropy_coeff"]}
         fields = fields_of(mode, aggregation, **entropy, **own)
         want = theirs(batch, fields, drawn["weights"], ranks)
+        if ranks and aggregation == "token-sum":  # multiplied by the ranks, which gk.policy_loss leaves to its caller
+            want = divided(want, ranks["dp_size"])
         got = ours(backend, batch, fields, drawn["weights"], **normalizer_of(ranks))
         assert_parity(got, want, batch, fields)
 
