@@ -63,7 +63,7 @@ def sampled(policy: Policy, engine: Engine, seed: int = 0, before: str = "") -> 
 def logits_of(policy: Policy, rollout: Rollout, i: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits in float64 of transformers' own forward pass over one response, and its tokens."""
     tokens = rollout.batch.tokens[i][rollout.batch.mask[i]]
-    prompt = torch.tensor([rollout.items[i // rollout.num_generations]["prompt_ids"]])
+    prompt = torch.tensor([rollout.items[i // rollout.group_size]["prompt_ids"]])
     policy.lm.double()
     with torch.no_grad(), evaluating(policy):
         logits = policy.lm(torch.cat((prompt, tokens[None]), 1)).logits[0, prompt.shape[1] - 1 : -1]
