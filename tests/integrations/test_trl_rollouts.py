@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ pytest.importorskip("datasets")
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 import grpo_kernels as gk
+from grpo_kernels.integrations.trl import counting
 from tests.integrations import tiny_trl
 from tests.integrations.test_trl_errors import SEGMENTS, SIMILAR
 
@@ -163,6 +165,22 @@ def test_rollouts_of_one_row_are_those_of_trl(tmp_path: Path, loss_type: str) ->
         assert output["advantages"].any()
         results.append(accumulated(trainer, output))
     assert_close(*results)
+
+
+def test_rollouts_of_the_second_of_two_processes() -> None:
+    """Equal ids of two processes are of different rollouts, and the processes' losses are averaged."""
+    accelerator = SimpleNamespace(num_processes=2, process_index=1, gather=lambda values: torch.cat([values, values]))
+    config = gk.LossConfig(aggregation="seq-mean-token-mean")
+    trainer: Any = SimpleNamespace(accelerator=accelerator, _loss_config=lambda _: config)
+    trainer.rollout_func = lambda: {"rollout": ["a", "b", "a"]}
+    rollouts = counting.Rollouts(trainer)
+    trainer.rollout_func()
+    ids = rollouts.gather(torch.zeros(3))
+    assert ids is not None and ids.tolist() == [0, 1, 0, 3, 4, 3]
+    output: dict[str, Any] = {"completion_mask": torch.ones(3, 2)}
+    counting.count_once(trainer, output, ids, None, 4)
+    # a fourth of a mean over four tokens, or two; of two processes, in one of four micro-batches
+    assert output[counting.WEIGHTS].tolist() == [[0.5, 0.5], [1.0, 1.0], [0.5, 0.5]]
 
 
 @pytest.mark.parametrize(
