@@ -6,6 +6,7 @@ They are plain libraries, without a module of Python's, so that one build serves
 from __future__ import annotations
 
 import ctypes
+import warnings
 from pathlib import Path
 from typing import TypeVar
 
@@ -73,7 +74,10 @@ def _load(kind: type[_Library], name: str) -> tuple[_Library | None, str | None]
     path = FOLDER / f"libgrpo_kernels_{name}.so"
     if not path.exists():
         if (other := _hidden_installation()) is not None:
-            return None, f"not built in {FOLDER}, which hides the package in {other}; leave this folder"
+            reason = f"not built in {FOLDER}, which hides the package in {other}; leave this folder"
+            if (other / path.name).exists():  # else both have the reference alone
+                warnings.warn(f"grpo_kernels: the {name.upper()} kernels are {reason}", stacklevel=2)
+            return None, reason
         modes = "cpu or cuda" if name == "cpu" else name
         return None, f"not built; reinstall with GRPO_KERNELS_BUILD={modes}"
     try:

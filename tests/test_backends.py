@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -128,7 +129,11 @@ def test_a_checkout_that_hides_the_installed_package_says_so(tmp_path: Path, mon
     (tmp_path / "grpo_kernels").mkdir()
     _, error = compiled._load(compiled.CpuLibrary, "none")
     here = Path(gk.__file__).parent
-    assert error == f"not built in {here}, which hides the package in {tmp_path / 'grpo_kernels'}; leave this folder"
+    reason = f"not built in {here}, which hides the package in {tmp_path / 'grpo_kernels'}; leave this folder"
+    assert error == reason
+    (tmp_path / "grpo_kernels" / "libgrpo_kernels_none.so").touch()
+    with pytest.warns(UserWarning, match=re.escape(f"grpo_kernels: the NONE kernels are {reason}")):
+        compiled._load(compiled.CpuLibrary, "none")
 
 
 @pytest.mark.parametrize("content", [b"not a library", b""])

@@ -228,6 +228,9 @@ def test_a_loss_of_ones_own_gets_the_weights(tmp_path: Path) -> None:
         accumulated(trainer, output)
     assert float(seen[0].sum()) == pytest.approx(9 / 10)  # k has no token
     assert seen[1] == "left out"
+    trainer, output = generated(tmp_path, "grpo", 1, loss=lambda *arguments, **options: 0.0)
+    with pytest.raises(TypeError, match=r"^FusedGRPOTrainer: loss must return a PolicyLoss, got float 0.0$"):
+        accumulated(trainer, output)
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [

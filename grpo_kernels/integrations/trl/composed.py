@@ -62,6 +62,8 @@ def policy_loss(
     if tokens.weights is None:  # a function that has no use for them is not asked to accept them
         del arguments["weights"]
     result = (trainer.loss_function or gk.policy_loss)(logprobs, **arguments)
+    if not isinstance(result, gk.PolicyLoss):
+        raise TypeError(f"FusedGRPOTrainer: loss must return a PolicyLoss, got {type(result).__name__} {result!r}")
     if mean is None or bonus == 0:
         return result, kept
     return result._replace(loss=result.loss - bonus * mean), kept

@@ -206,7 +206,8 @@ class LossConfig(PlannedConfig):
             refuse("clip_high must be at least 0", "clip_high")
         if self.kl == "none" and (self.kl_coef != 0 or self.kl_clamp is not None or self.kl_unbiased):
             estimators = ", ".join(name for name in KLS if name != "none")
-            refuse(f"kl must be one of {estimators} for the others", "kl", "kl_coef", "kl_clamp", "kl_unbiased")
+            rule = f"kl must be one of {estimators} with kl_coef, kl_clamp or kl_unbiased"
+            refuse(rule, "kl", "kl_coef", "kl_clamp", "kl_unbiased")
         biased = self.ratio not in ("token", "sequence") or row.is_of_rows or self.kl.endswith("+")
         if self.kl_unbiased and biased:
             refuse("kl_unbiased must be False with a straight-through KL, this ratio or loss", "kl", "ratio", "loss")
