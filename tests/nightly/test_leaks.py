@@ -25,7 +25,7 @@ from tests.emulation.build import ROOT
 from tests.ops.all_cases import OPS
 from tests.ops.promises import drawn, evaluated
 
-WARM_UP, CALLS = 1_000, 20_000
+WARM_UP, CALLS = 1_000, 50_000
 
 
 class Usage(NamedTuple):
