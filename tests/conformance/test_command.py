@@ -10,14 +10,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from grpo_conformance import CONVENTIONS, INVARIANTS, adapters, run
 from grpo_conformance.__main__ import main
 from grpo_conformance.report import START, THREADS, markdown
+from grpo_conformance.run import LACKS
+from torch import Tensor
 
 from tests.conformance.plain import Plain
 
+PAGE = Path(__file__).parent.parent.parent / "docs" / "conformance.md"
 CASES = (*INVARIANTS, *CONVENTIONS)
 WRONG = """
 class Wrong:
@@ -91,6 +96,34 @@ def test_an_introduction_is_kept(files: dict[str, str], tmp_path: Path) -> None:
     results = run(Plain(), CASES)
     assert text == markdown({"plain": results}, text)
     assert "| a\\|b |" in markdown({"a|b": results}), "a bar would end the cell"
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="tests are run from outside the checkout")
+def test_textbook_grpo_in_the_template_of_the_page_fails_by_its_own_faults_alone() -> None:
+    def my_advantages(rewards: Tensor, groups: Tensor, mask: Tensor, divide_by_std: bool) -> Tensor:
+        of_group = [rewards[groups == group] for group in groups.tolist()]
+        means, stds = (torch.stack([getattr(group, of)() for group in of_group]) for of in ("mean", "std"))
+        return (rewards - means) / (stds + 1e-6 if divide_by_std else 1)
+
+    def my_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, clip: float) -> Tensor:
+        ratio, advantages = (logprobs - old)[mask].exp(), advantages[:, None].expand(mask.shape)[mask]
+        return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages).sum()
+
+    scope: dict[str, Any] = {"my_advantages": my_advantages, "my_loss": my_loss}
+    exec(PAGE.read_text().split("```python\n")[1].partition("```")[0], scope)
+    scope["Mine"].token_advantages = Plain.token_advantages
+    assert scope["Mine"].lacks == tuple(LACKS)
+    results = {result.case.name: result for result in run(scope["adapter"], INVARIANTS)}
+    assert [name for name, result in results.items() if result.has_failed] == [
+        "equal-rewards",
+        "masked-vote",
+        "unscored",
+    ]
+    asked = [name for name, result in results.items() if result.status == "yes" and result.case.method == "loss"]
+    assert asked == [
+        *("token-mean", "clip", "padding", "gaps", "nan-masked", "inf-masked", "row-order-loss"),
+        *("parts-tokens", "ranks-tokens", "pad-rows-loss", "empty-part"),
+    ]
 
 
 @pytest.mark.parametrize(
