@@ -6,7 +6,7 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 
-from grpo_conformance.run import ERROR, FAILS, PASSES, REPORTS, Convention, Result
+from grpo_conformance.run import ERROR, FAILS, PASSES, REPORTS, Convention, Invariant, Result
 
 Results = Mapping[str, Sequence[Result]]  # by the adapter's name
 Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
@@ -58,15 +58,19 @@ def tables(results: Results, link: str = "{thread}") -> list[Table]:
 
 
 def text(results: Results) -> str:
-    """The tables for a terminal."""
-    (_, _, invariants), *others = tables(results)
+    """The tables for a terminal, with the sentence and the settings of each case that went wrong."""
+    (_, _, invariants), (_, _, wrong), (_, _, conventions) = tables(results)
+    cases = {one.case.name: one.case for of in results.values() for one in of if isinstance(one.case, Invariant)}
     width = max((len(name) for name, *_ in invariants), default=0)
     lines = [" " * width + "  " + "  ".join(results)]
     for name, _, *marks, _ in invariants:
         cells = [mark.ljust(len(of)) for of, mark in zip(results, marks, strict=True)]
         lines.append(f"{name:<{width}}  {'  '.join(cells)}".rstrip())
-    for title, _, rows in others:
-        lines += ["", title, *(" | ".join(cells[:-1]) for cells in rows)]
+    lines += ["", "What went wrong"] if wrong else []
+    for name, trainer, numbers, _ in wrong:
+        cells = [f"{name}: {cases[name].title}", trainer, cases[name].settings, numbers]
+        lines.append(" | ".join(cell for cell in cells if cell))
+    lines += ["", "Conventions", *(" | ".join(cells[:-1]) for cells in conventions)]
     return "\n".join(lines)
 
 

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from grpo_conformance.batch import Batch, NotOffered
 
-METHODS = ("advantages", "token_advantages", "loss")
+SETTINGS = {  # of a batch that a method should read
+    "advantages": ("estimator",),
+    "token_advantages": ("gamma", "lam"),
+    "loss": ("aggregation", "ratio", "clip", "kl_coef", "entropy_coef", "packed"),
+}
+METHODS = tuple(SETTINGS)
 PASSES, FAILS, ERROR, NOT_OFFERED, REPORTS = "yes", "NO", "ERROR", "-", "reports"
 
 
@@ -27,6 +32,16 @@ class Invariant:
     expected: Batch | Sequence[float | None]  # None: not compared
     tolerance: float = 1e-5
     about: str | None = None  # the setting that the loss must depend on, or the case would tell nothing
+
+    @property
+    def settings(self) -> str:
+        """What the case asks for: the estimator or aggregation, and settings that are not the default."""
+        batch = self.given if isinstance(self.given, Batch) else self.given[0]
+        values = {name: getattr(batch, name) for name in SETTINGS[self.method]}
+        shown = [
+            name for name in values if name in ("estimator", "aggregation") or values[name] != getattr(Batch, name)
+        ]
+        return " ".join(f"{name}={values[name]!r}" for name in shown)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,14 +56,26 @@ def files(tmp_path: Path) -> dict[str, str]:
 def test_the_status_says_whether_an_invariant_fails(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([files["right"]]) == 0
     out = capsys.readouterr().out
-    assert "NO" not in out and all(f"\n{case.name} " in out for case in INVARIANTS)
+    assert "NO" not in out and "wrong" not in out and all(f"\n{case.name} " in out for case in INVARIANTS)
     assert main([files["wrong"], files["right"]]) == 1
     out = capsys.readouterr().out
-    assert "masked-vote | mine<b> | row 1 is -31.67, not 1; row 2 is -33.67, not -1" in out
+    title = "masked-vote: The reward of a masked row moves no mean"
+    assert f"{title} | mine<b> | estimator='mean' | row 1 is -31.67, not 1; row 2 is -33.67, not -1\n" in out
     first = next(line for line in out.splitlines() if line.startswith("mean "))
     assert first.split() == ["mean", "NO", "yes"]
     assert main([files["broken"]]) == 1
-    assert "masked-vote | mine<b> | raises ZeroDivisionError: division by zero" in capsys.readouterr().out
+    assert (
+        f"{title} | mine<b> | estimator='mean' | raises ZeroDivisionError: division by zero" in capsys.readouterr().out
+    )
+
+
+def test_the_settings_of_a_case() -> None:
+    """The estimator and the aggregation, since a trainer's default may be another, and what is not the default."""
+    settings = {case.name: case.settings for case in INVARIANTS}
+    assert settings["gae"] == "gamma=0.5 lam=0.5" and settings["gae-rollout"] == ""
+    assert settings["token-mean"] == "aggregation='token-mean'"
+    assert settings["ranks-rows"] == "aggregation='seq-mean-token-mean' kl_coef=0.1"
+    assert settings["rollout-ratio"] == "aggregation='seq-mean-token-mean' ratio='sequence' clip=10.0"
 
 
 def test_what_is_written(files: dict[str, str], tmp_path: Path) -> None:
