@@ -6,6 +6,7 @@ lines that make the plain trainer wrong in the way that a case is there for.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -138,6 +139,11 @@ class Faulty(Plain):
 def test_every_invariant_has_a_fault() -> None:
     assert list(FAULTS) == [case.name for case in INVARIANTS]
     assert len({case.name for case in (*INVARIANTS, *CONVENTIONS)}) == len(INVARIANTS) + len(CONVENTIONS)
+
+
+def test_the_docstring_of_a_batch_has_its_fields() -> None:
+    attributes = str(Batch.__doc__).partition("Attributes:\n")[2]
+    assert re.findall(r"^ {8}(\w+): ", attributes, re.MULTILINE) == [field.name for field in dataclasses.fields(Batch)]
 
 
 @pytest.mark.parametrize("case", INVARIANTS, ids=lambda case: case.name)
