@@ -45,6 +45,7 @@ def files(tmp_path: Path) -> dict[str, str]:
         "broken": WRONG.replace("batch.rewards -", "1 / 0 -"),
         "nothing": "x = 1\n",
         "no method": "class A: name = 'a'\nadapter = A()\n",
+        "misspelt": WRONG + "Wrong.los = lambda self, batch: batch.logprobs.sum()\n",
         "lacks": WRONG.replace("def", "lacks = ['packing']\n\n    def"),
         "import": "import absent_package\n",
     }
@@ -143,6 +144,7 @@ def test_textbook_grpo_in_the_template_of_the_page_fails_by_its_own_faults_alone
     [
         (["nothing"], "must define `adapter`, an object with a name, got None"),
         (["no method"], "must have one of the methods advantages, token_advantages, loss"),
+        (["misspelt"], "or others that start with an underscore, got 'los' (did you mean 'loss'?)"),
         (["lacks"], "may lack rollouts of several rows, uneven groups"),
         (["import"], "cannot be imported: ModuleNotFoundError: No module named 'absent_package'"),
         (["ver"], "adapter must be one of grpo_kernels, grpo_trainer, trl, fused_trl, verl, fused_verl or the path of"),
