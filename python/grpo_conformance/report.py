@@ -79,6 +79,8 @@ def markdown(results: Results, page: str = "") -> str:
     introduction, comment, _ = page.partition(START)
     parts = []
     for title, header, rows in tables(results, "[{thread}]({address})"):
+        if not rows:
+            continue
         lines = [[cell.replace("|", "\\|") for cell in cells] for cells in (header, ["---"] * len(header), *rows)]
         parts.append(f"## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
     return (introduction + START + "\n\n" if comment else "") + "\n".join(parts)
@@ -88,6 +90,8 @@ def page(results: Results, before: str = "") -> str:
     """An HTML page that needs nothing else."""
     parts = []
     for title, header, rows in tables(results, '<a href="{address}">{thread}</a>'):
+        if not rows:
+            continue
         lines = ["".join(f"<th>{html.escape(name)}</th>" for name in header)]
         for *cells, threads in rows:
             kinds = [f' class="{cell}"' if cell in (PASSES, FAILS, ERROR) else "" for cell in cells]
@@ -102,7 +106,8 @@ _PAGE = """<!doctype html>
 <style>body {{ font: 15px sans-serif; margin: 2em }} td, th {{ text-align: left; padding: .2em .6em }}
 .yes {{ background: #d9f2d9 }} .NO, .ERROR {{ background: #f8c9c4; font-weight: bold }}</style>
 <h1>Right counting</h1>
-<p>yes: it holds. NO: it does not, with the numbers below. -: the trainer has no such thing.</p>
+<p>yes: it holds. NO: it does not, with the numbers below. ERROR: a method raised, or returned
+something of another shape. -: the trainer has no such thing.</p>
 {parts}
 </html>
 """

@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_conformance import CONVENTIONS, INVARIANTS, adapters, run
+from grpo_conformance import CONVENTIONS, INVARIANTS, adapters, report, run
 from grpo_conformance.__main__ import main
 from grpo_conformance.report import START, THREADS, markdown
-from grpo_conformance.run import LACKS
+from grpo_conformance.run import ERROR, FAILS, LACKS, NOT_OFFERED, PASSES
 from torch import Tensor
 
 from tests.conformance.plain import Plain
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "conformance.md"
+STATUSES = (PASSES, FAILS, ERROR, NOT_OFFERED)
 CASES = (*INVARIANTS, *CONVENTIONS)
 WRONG = """
 class Wrong:
@@ -92,6 +93,7 @@ def test_what_is_written(files: dict[str, str], tmp_path: Path) -> None:
             for thread in THREADS.get(case.name, "").split():
                 name, number = thread.split("#")
                 assert f"https://github.com/{name}/issues/{number}" in text
+    assert all(f"{status}: " in page for status in STATUSES)
     assert "<th>mine&lt;b&gt;</th>" in page and "mine<b>" not in page
     listed = json.loads(paths["json"].read_text())
     assert listed["Invariants"][0] == ["case", "what must hold", "mine<b>", "plain", "met in"]
@@ -108,7 +110,13 @@ def test_an_introduction_is_kept(files: dict[str, str], tmp_path: Path) -> None:
     assert text.startswith(f"# Title\n\nWords.\n\n{START}\n\n## Invariants\n\n| case |") and "old tables" not in text
     results = run(Plain(), CASES)
     assert text == markdown({"plain": results}, text)
+    assert "What went wrong" not in text + report.page({"plain": results})
     assert "| a\\|b |" in markdown({"a|b": results}), "a bar would end the cell"
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="tests are run from outside the checkout")
+def test_the_page_explains_every_status() -> None:
+    assert all(f"**{status}** " in PAGE.read_text() for status in STATUSES)
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="tests are run from outside the checkout")
