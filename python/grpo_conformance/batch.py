@@ -23,35 +23,64 @@ class Batch:
 
     A part of a batch, as a micro-batch or a rank has it, knows the batch that it is a part of: counts and shares of all
     rows are those of `total`, and `of_total` takes this part out of a tensor of all rows.
+
+    Attributes:
+        mask: bool [N, T], tokens in the loss
+        groups: integers [N], the prompt of each row; PAD_GROUP for rows without tokens, appended to make a batch
+            divisible
+        rollouts: integers [N], the answer of each row; rows with the same id are one answer, in their order
+        rewards: float32 [N], the reward of the row's answer; NaN where it is not scored
+        advantages: [N], of the row's answer, for losses
+        logprobs: [N, T], of the policy, a leaf that requires a gradient
+        old_logprobs: [N, T], of the policy that generated the rows
+        ref_logprobs: [N, T], of the reference, for a KL
+        entropy: [N, T], of the policy, for a bonus
+        token_rewards: [N, T], for GAE
+        values: [N, T], of a critic, for GAE
+        estimator: "mean", reward - mean; "mean-std", that divided by the standard deviation; "leave-one-out", reward -
+            mean of the others
+        aggregation: "token-mean", "seq-mean-token-mean" or "seq-mean-token-sum"; None means the trainer's default
+        ratio: "token", or "sequence" for GSPO
+        clip: PPO's, on both sides
+        kl_coef: factor of the KL from the reference in the loss
+        entropy_coef: factor of the entropy bonus, which is subtracted from the loss
+        gamma: discount of GAE
+        lam: lambda of GAE
+        packed: whether the layout without padding is asked for
+        whole: the batch that this one is a part of; None if it is none
+        rows: integers [N], rows of the whole; None means all
+        columns: first and last + 1 of the whole's tokens, for a slice of the context; None means all
+        ranks: data-parallel ranks; an adapter divides the loss by them if its trainer averages their gradients
+        steps: micro-batches of each rank, whose gradients are added up
     """
 
-    mask: Tensor  # [N, T] bool: tokens in the loss
-    groups: Tensor  # [N] int: the prompt of each row; PAD_GROUP: appended to make a batch divisible, without tokens
-    rollouts: Tensor  # [N] int: the answer of each row; rows with the same id are one answer, in their order
-    rewards: Tensor  # [N] float32: the reward of the row's answer; NaN: not scored
-    advantages: Tensor  # [N] of the row's answer, for losses
-    logprobs: Tensor  # [N, T] of the policy, a leaf that requires a gradient
-    old_logprobs: Tensor  # [N, T]
-    ref_logprobs: Tensor  # [N, T]
-    entropy: Tensor  # [N, T]
-    token_rewards: Tensor  # [N, T] for GAE
-    values: Tensor  # [N, T] of a critic, for GAE
+    mask: Tensor
+    groups: Tensor
+    rollouts: Tensor
+    rewards: Tensor
+    advantages: Tensor
+    logprobs: Tensor
+    old_logprobs: Tensor
+    ref_logprobs: Tensor
+    entropy: Tensor
+    token_rewards: Tensor
+    values: Tensor
 
-    estimator: str = "mean"  # reward - mean; "mean-std": divided by the std; "leave-one-out": - mean of the others
-    aggregation: str | None = "token-mean"  # "seq-mean-token-mean", "seq-mean-token-sum"; None: the trainer's default
-    ratio: str = "token"  # "sequence": GSPO
-    clip: float = 0.2  # PPO's, on both sides
+    estimator: str = "mean"
+    aggregation: str | None = "token-mean"
+    ratio: str = "token"
+    clip: float = 0.2
     kl_coef: float = 0.0
-    entropy_coef: float = 0.0  # of a bonus: subtracted from the loss
+    entropy_coef: float = 0.0
     gamma: float = 1.0
     lam: float = 1.0
-    packed: bool = False  # ask for the layout without padding
+    packed: bool = False
 
-    whole: Batch | None = None  # the batch that this one is a part of
-    rows: Tensor | None = None  # [N] rows of the whole
-    columns: tuple[int, int] | None = None  # first and last + 1 of the whole's tokens: a slice of the context
-    ranks: int = 1  # data-parallel ranks, whose gradients are averaged
-    steps: int = 1  # micro-batches of each rank, whose gradients are added up
+    whole: Batch | None = None
+    rows: Tensor | None = None
+    columns: tuple[int, int] | None = None
+    ranks: int = 1
+    steps: int = 1
 
     @property
     def total(self) -> Batch:

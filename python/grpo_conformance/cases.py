@@ -76,10 +76,13 @@ _EMPTY = _parts(make([2, 0, 0, 3], kl_coef=0.1, entropy_coef=0.1), steps=2)
 _PADS = make([2, 3, 0, 0], groups=[0, 0, PAD_GROUP, PAD_GROUP])
 _SCORED = ("logprobs", "old_logprobs", "ref_logprobs")
 
+_mean, _kl, _bonus, _ratio = (
+    functools.partial(_loss, about=name) for name in ("aggregation", "kl_coef", "entropy_coef", "ratio")
+)
 LOSSES = (
     _loss("token-mean", "A known mean over tokens", _KNOWN_MEAN, [0, 0, -1 / 3, -1 / 3, 2 / 3]),
-    _loss("row-mean", "A known mean over rows", _KNOWN_ROWS, [0.5, 0, -1 / 4, -1 / 4, 1]),
-    _loss("row-sum", "A known mean over rows of sums over tokens", _KNOWN_SUMS, [0, 0, -1 / 2, -1 / 2, 1]),
+    _mean("row-mean", "A known mean over rows", _KNOWN_ROWS, [0.5, 0, -1 / 4, -1 / 4, 1]),
+    _mean("row-sum", "A known mean over rows of sums over tokens", _KNOWN_SUMS, [0, 0, -1 / 2, -1 / 2, 1]),
     _loss("clip", "A ratio of 1.5 is clipped for advantage 1, and not for -1", _SIGNS, [0.15, 0, 0, 0.75]),
     _loss("padding", "Padding on either side, of any width, changes nothing", padded(_ROWS, 3, 2), _ROWS),
     _loss("gaps", "Outputs of tools between the tokens change nothing", spread(_ROWS), _ROWS),
@@ -88,18 +91,18 @@ LOSSES = (
     _loss("inf-masked", "-inf in masked slots reaches no gradient", _TOKENS.over(-math.inf, *_SCORED), _TOKENS),
     _loss("row-order-loss", "The order of rows does not matter to the loss", [part(_EQUAL, [2, 0, 1])], _EQUAL),
     _loss("parts-tokens", "Micro-batches add up to the mean over tokens", _parts(_TOKENS, steps=2), _TOKENS),
-    _loss("parts-rows", "Micro-batches add up to the mean over rows", _parts(_ROWS, steps=2), _ROWS),
+    _mean("parts-rows", "Micro-batches add up to the mean over rows", _parts(_ROWS, steps=2), _ROWS),
     _loss("ranks-tokens", "Ranks add up to the mean over tokens", _parts(_TOKENS, ranks=2), _TOKENS),
-    _loss("ranks-rows", "Ranks add up to the mean over rows", _parts(_ROWS, ranks=2), _ROWS),
+    _mean("ranks-rows", "Ranks add up to the mean over rows", _parts(_ROWS, ranks=2), _ROWS),
     _loss("slices-tokens", "Slices of the context add up to the mean over tokens", _TOKEN_SLICES, _TOKENS),
-    _loss("slices-rows", "Slices of the context add up to the mean over rows", _ROW_SLICES, _ROWS),
-    _loss("kl-share", "A micro-batch's KL is divided as the batch's", _parts(_KL, steps=2), _KL),
-    _loss("entropy-share", "A micro-batch's entropy is divided as the batch's", _parts(_ENTROPY, steps=2), _ENTROPY),
-    _loss("entropy-of-ranks", "A rank's entropy is divided as the batch's", _parts(_ENTROPY, ranks=2), _ENTROPY),
-    _loss("rollout-mean", "Three rows count once in the mean over rollouts", split_first(_ROLLOUTS, _THREE), _ROLLOUTS),
-    _loss("rollout-sum", "Three rows count once in the mean of sums", split_first(_SUMS, _THREE), _SUMS),
-    _loss("rollout-ratio", "A rollout of three rows has one ratio (GSPO)", split_first(_RATIO, _THREE), _RATIO),
-    _loss("rollout-in-parts", "Rows of a rollout may be in different micro-batches", _DEALT, _ROLLOUTS),
+    _mean("slices-rows", "Slices of the context add up to the mean over rows", _ROW_SLICES, _ROWS),
+    _kl("kl-share", "A micro-batch's KL is divided as the batch's", _parts(_KL, steps=2), _KL),
+    _bonus("entropy-share", "A micro-batch's entropy is divided as the batch's", _parts(_ENTROPY, steps=2), _ENTROPY),
+    _bonus("entropy-of-ranks", "A rank's entropy is divided as the batch's", _parts(_ENTROPY, ranks=2), _ENTROPY),
+    _mean("rollout-mean", "Three rows count once in the mean over rollouts", split_first(_ROLLOUTS, _THREE), _ROLLOUTS),
+    _mean("rollout-sum", "Three rows count once in the mean of sums", split_first(_SUMS, _THREE), _SUMS),
+    _ratio("rollout-ratio", "A rollout of three rows has one ratio (GSPO)", split_first(_RATIO, _THREE), _RATIO),
+    _mean("rollout-in-parts", "Rows of a rollout may be in different micro-batches", _DEALT, _ROLLOUTS),
     _loss("pad-rows-loss", "Rows that make a batch divisible change no mean over tokens", _PADS, make([2, 3])),
     _loss("empty-part", "A micro-batch without a token in the loss adds 0, not NaN", _EMPTY, _EMPTY[0]),
 )
@@ -142,8 +145,14 @@ _DISCOUNT = _choices(("token_advantages", _DISCOUNTED, 0, {"skips it": 0.5, "cou
 _MEANS = {"mean over tokens": -1 / 4, "mean over rows": -1 / 6, "mean over rows of sums": -1 / 2, "sum over tokens": -1}
 _MEAN = _choices(("loss", make([3, 1], advantages=[1, 1], aggregation=None).of_ratio(1), 2, _MEANS))
 _ONE_EMPTY = make([1, 0], advantages=[1, 1], aggregation=ROWS).of_ratio(1)
-_EMPTY_ROW = _choices(("loss", _ONE_EMPTY, 0, {"is left out": -1, "counts": -0.5}))
+_OF_EMPTY_ROW = _choices(("loss", _ONE_EMPTY, 0, {"is left out": -1, "counts": -0.5}))
 _DUAL_CLIP = _choices(("loss", make([1], advantages=[-1]).of_ratio(100), 0, {"100, unbounded": 100}))
+
+
+def _empty_row(asked: Asked) -> str:
+    asked.assert_depends("aggregation", _ROWS)
+    return _OF_EMPTY_ROW(asked)
+
 
 CONVENTIONS = (
     Convention("voters", "Members without a token in the loss, and without a score, vote in a mean", _VOTERS),
@@ -153,6 +162,6 @@ CONVENTIONS = (
     Convention("siblings", "Rows of one rollout that state different rewards", _SIBLINGS),
     Convention("discount", "The discount across an output of a tool", _DISCOUNT),
     Convention("aggregation", "The mean of the loss, by default", _MEAN),
-    Convention("empty-row", "A row without a token, in the mean over rows", _EMPTY_ROW),
+    Convention("empty-row", "A row without a token, in the mean over rows", _empty_row),
     Convention("dual-clip", "The loss of advantage -1 at a ratio of 100", _DUAL_CLIP),
 )

@@ -6,7 +6,7 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 
-from grpo_conformance.run import ERROR, FAILS, PASSES, REPORTS, Convention, Result
+from grpo_conformance.run import ERROR, FAILS, PASSES, REPORTS, Convention, Invariant, Result
 
 Results = Mapping[str, Sequence[Result]]  # by the adapter's name
 Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
@@ -58,15 +58,19 @@ def tables(results: Results, link: str = "{thread}") -> list[Table]:
 
 
 def text(results: Results) -> str:
-    """The tables for a terminal."""
-    (_, _, invariants), *others = tables(results)
+    """The tables for a terminal, with the sentence and the settings of each case that went wrong."""
+    (_, _, invariants), (_, _, wrong), (_, _, conventions) = tables(results)
+    cases = {one.case.name: one.case for of in results.values() for one in of if isinstance(one.case, Invariant)}
     width = max((len(name) for name, *_ in invariants), default=0)
     lines = [" " * width + "  " + "  ".join(results)]
     for name, _, *marks, _ in invariants:
         cells = [mark.ljust(len(of)) for of, mark in zip(results, marks, strict=True)]
         lines.append(f"{name:<{width}}  {'  '.join(cells)}".rstrip())
-    for title, _, rows in others:
-        lines += ["", title, *(" | ".join(cells[:-1]) for cells in rows)]
+    lines += ["", "What went wrong"] if wrong else []
+    for name, trainer, numbers, _ in wrong:
+        cells = [f"{name}: {cases[name].title}", trainer, cases[name].settings, numbers]
+        lines.append(" | ".join(cell for cell in cells if cell))
+    lines += ["", "Conventions", *(" | ".join(cells[:-1]) for cells in conventions)]
     return "\n".join(lines)
 
 
@@ -75,6 +79,8 @@ def markdown(results: Results, page: str = "") -> str:
     introduction, comment, _ = page.partition(START)
     parts = []
     for title, header, rows in tables(results, "[{thread}]({address})"):
+        if not rows:
+            continue
         lines = [[cell.replace("|", "\\|") for cell in cells] for cells in (header, ["---"] * len(header), *rows)]
         parts.append(f"## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
     return (introduction + START + "\n\n" if comment else "") + "\n".join(parts)
@@ -84,6 +90,8 @@ def page(results: Results, before: str = "") -> str:
     """An HTML page that needs nothing else."""
     parts = []
     for title, header, rows in tables(results, '<a href="{address}">{thread}</a>'):
+        if not rows:
+            continue
         lines = ["".join(f"<th>{html.escape(name)}</th>" for name in header)]
         for *cells, threads in rows:
             kinds = [f' class="{cell}"' if cell in (PASSES, FAILS, ERROR) else "" for cell in cells]
@@ -98,7 +106,8 @@ _PAGE = """<!doctype html>
 <style>body {{ font: 15px sans-serif; margin: 2em }} td, th {{ text-align: left; padding: .2em .6em }}
 .yes {{ background: #d9f2d9 }} .NO, .ERROR {{ background: #f8c9c4; font-weight: bold }}</style>
 <h1>Right counting</h1>
-<p>yes: it holds. NO: it does not, with the numbers below. -: the trainer has no such thing.</p>
+<p>yes: it holds. NO: it does not, with the numbers below. ERROR: a method raised, or returned
+something of another shape. -: the trainer has no such thing.</p>
 {parts}
 </html>
 """

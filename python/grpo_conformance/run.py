@@ -12,7 +12,12 @@ from torch import Tensor
 
 from grpo_conformance.batch import Batch, NotOffered
 
-METHODS = ("advantages", "token_advantages", "loss")
+SETTINGS = {  # of a batch that a method should read
+    "advantages": ("estimator",),
+    "token_advantages": ("gamma", "lam"),
+    "loss": ("aggregation", "ratio", "clip", "kl_coef", "entropy_coef", "packed"),
+}
+METHODS = tuple(SETTINGS)
 PASSES, FAILS, ERROR, NOT_OFFERED, REPORTS = "yes", "NO", "ERROR", "-", "reports"
 
 
@@ -26,6 +31,17 @@ class Invariant:
     given: Batch | Sequence[Batch]
     expected: Batch | Sequence[float | None]  # None: not compared
     tolerance: float = 1e-5
+    about: str | None = None  # the setting that the loss must depend on, or the case would tell nothing
+
+    @property
+    def settings(self) -> str:
+        """What the case asks for: the estimator or aggregation, and settings that are not the default."""
+        batch = self.given if isinstance(self.given, Batch) else self.given[0]
+        values = {name: getattr(batch, name) for name in SETTINGS[self.method]}
+        shown = [
+            name for name in values if name in ("estimator", "aggregation") or values[name] != getattr(Batch, name)
+        ]
+        return " ".join(f"{name}={values[name]!r}" for name in shown)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +105,15 @@ class Asked:
         outside = torch.where(mask, 0, gradient).abs().max()  # NaN is the largest of all
         return torch.cat([torch.stack([total, outside]), gradient[mask]])
 
+    def assert_depends(self, setting: str, batch: Batch) -> None:
+        """Raises NotOffered if the batch has the same loss by default as with its own value of a setting."""
+        try:
+            by_default = self.loss(batch.replace(**{setting: getattr(Batch, setting)}))
+        except Exception:  # the trainer reads the setting, and lacks the default
+            return
+        if torch.allclose(self.loss(batch), by_default):
+            raise NotOffered(f"its loss does not depend on {setting}")
+
     def _call(self, method: str, batch: Batch) -> Any:
         if not hasattr(self.adapter, method):
             raise NotOffered(f"the adapter has no {method}")
@@ -124,6 +149,8 @@ def run(adapter: Any, cases: Sequence[Case]) -> list[Result]:
 
 def _compared(case: Invariant, asked: Asked) -> Result:
     ask = getattr(asked, case.method)
+    if case.about is not None:
+        asked.assert_depends(case.about, next(side for side in (case.expected, case.given) if isinstance(side, Batch)))
     if isinstance(case.expected, Batch):
         expected = ask(case.expected)
         is_compared = torch.ones_like(expected, dtype=torch.bool)

@@ -26,10 +26,10 @@ class Plain:
             of_group = groups.get(int(batch.groups[row]), {})
             own = of_group.get(int(batch.rollouts[row]))
             if own is not None and len(of_group) > 1:
-                result[row] = self.compared(own, list(of_group.values()), batch.estimator)
+                result[row] = self._compared(own, list(of_group.values()), batch.estimator)
         return result
 
-    def compared(self, own: float, rewards: list[float], estimator: str) -> float:
+    def _compared(self, own: float, rewards: list[float], estimator: str) -> float:
         count = len(rewards)
         difference = own - math.fsum(rewards) / count if min(rewards) < max(rewards) else 0.0
         if estimator == "leave-one-out":
@@ -62,10 +62,10 @@ class Plain:
         return result
 
     def loss(self, batch: Batch) -> Tensor:
-        ratios = self.log_ratios(batch)
-        shares = batch.of_total(self.shares(batch.total))
+        ratios = self._log_ratios(batch)
+        shares = batch.of_total(self._shares(batch.total))
         terms = []
-        for place in self.places(batch):
+        for place in self._places(batch):
             advantage, ratio = batch.advantages[place[0]], ratios[place].exp()
             clipped = ratio.clamp(1 - batch.clip, 1 + batch.clip)
             term = torch.maximum(-advantage * ratio, -advantage * clipped)
@@ -74,11 +74,11 @@ class Plain:
             terms.append((term + batch.kl_coef * kl - batch.entropy_coef * batch.entropy[place]) * shares[place])
         return torch.stack(terms).sum() if terms else batch.logprobs.nansum() * 0
 
-    def places(self, batch: Batch) -> Iterable[tuple[int, int]]:
+    def _places(self, batch: Batch) -> Iterable[tuple[int, int]]:
         return (tuple(place) for place in batch.mask.nonzero().tolist())
 
-    def log_ratios(self, batch: Batch) -> dict[tuple[int, int], Tensor]:
-        own = {place: batch.logprobs[place] - batch.old_logprobs[place] for place in self.places(batch)}
+    def _log_ratios(self, batch: Batch) -> dict[tuple[int, int], Tensor]:
+        own = {place: batch.logprobs[place] - batch.old_logprobs[place] for place in self._places(batch)}
         if batch.ratio == "token":
             return own
         of_rollouts: dict[int, list[Tensor]] = {}
@@ -86,7 +86,7 @@ class Plain:
             of_rollouts.setdefault(int(batch.rollouts[row]), []).append(value)
         return {place: torch.stack(of_rollouts[int(batch.rollouts[place[0]])]).mean() for place in own}
 
-    def shares(self, total: Batch) -> Tensor:
+    def _shares(self, total: Batch) -> Tensor:
         tokens: dict[int, int] = {}
         for row, count in enumerate(total.mask.sum(1).tolist()):
             rollout = int(total.rollouts[row])

@@ -6,6 +6,7 @@ lines that make the plain trainer wrong in the way that a case is there for.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -16,11 +17,13 @@ import pytest
 import torch
 from grpo_conformance import CONVENTIONS, INVARIANTS, PAD_GROUP, Batch, NotOffered, run
 from grpo_conformance.adapters import load
+from grpo_conformance.cases import LOSSES
 from grpo_conformance.run import LACKS
 from torch import Tensor
 
 from tests.conformance.plain import Plain
 
+CASES = (*INVARIANTS, *CONVENTIONS)
 RIGHT = Plain()
 
 
@@ -101,8 +104,8 @@ FAULTS: dict[str, Callable[[Batch], Tensor]] = {
     "gae-masked-reward": lambda batch: RIGHT.token_advantages(batch.over(0.0, "token_rewards")),
     "gae-rollout": lambda batch: RIGHT.token_advantages(rows_as_rollouts(batch)),
     "token-mean": changed("loss", aggregation="seq-mean-token-mean"),
-    "row-mean": changed("loss", aggregation="token-mean"),
-    "row-sum": changed("loss", aggregation="token-mean"),
+    "row-mean": by_width,
+    "row-sum": by_width,
     "clip": changed("loss", clip=10.0),
     "padding": by_width,
     "gaps": by_width,
@@ -136,6 +139,11 @@ class Faulty(Plain):
 def test_every_invariant_has_a_fault() -> None:
     assert list(FAULTS) == [case.name for case in INVARIANTS]
     assert len({case.name for case in (*INVARIANTS, *CONVENTIONS)}) == len(INVARIANTS) + len(CONVENTIONS)
+
+
+def test_the_docstring_of_a_batch_has_its_fields() -> None:
+    attributes = str(Batch.__doc__).partition("Attributes:\n")[2]
+    assert re.findall(r"^ {8}(\w+): ", attributes, re.MULTILINE) == [field.name for field in dataclasses.fields(Batch)]
 
 
 @pytest.mark.parametrize("case", INVARIANTS, ids=lambda case: case.name)
@@ -252,6 +260,34 @@ def test_what_a_trainer_lacks_is_not_offered() -> None:
         *("pad-rows", "gae-rollout", "packing", "slices-tokens", "slices-rows"),
         *("rollout-mean", "rollout-sum", "rollout-ratio", "rollout-in-parts", "siblings"),
     ]
+
+
+def test_a_setting_without_effect_is_not_offered() -> None:
+    """Where a case is about it; others that have it are still asked."""
+
+    class Bare(Plain):
+        def loss(self, batch: Batch) -> Tensor:
+            ignored: dict[str, Any] = {"aggregation": "token-mean", "kl_coef": 0.0, "entropy_coef": 0.0}
+            whole = None if batch.whole is None else batch.whole.replace(**ignored)
+            return super().loss(batch.replace(ratio="token", whole=whole, **ignored))
+
+    means = ["row-mean", "row-sum", "parts-rows", "ranks-rows", "slices-rows"]
+    means += ["rollout-mean", "rollout-sum", "rollout-in-parts", "empty-row"]
+    about = dict.fromkeys(means, "aggregation") | {"kl-share": "kl_coef", "rollout-ratio": "ratio"}
+    about |= dict.fromkeys(["entropy-share", "entropy-of-ranks"], "entropy_coef")
+    results = [result for result in run(Bare(), CASES) if result.status not in ("yes", "reports")]
+    assert {result.case.name: (result.status, result.text) for result in results} == {
+        name: ("-", f"its loss does not depend on {setting}") for name, setting in about.items()
+    }
+
+
+def test_a_trainer_without_the_default_of_a_setting_has_the_setting() -> None:
+    class OfRows(Plain):
+        def loss(self, batch: Batch) -> Tensor:
+            return super().loss(batch) * {"seq-mean-token-mean": 1}[str(batch.aggregation)]
+
+    statuses = {result.case.name: result.status for result in run(OfRows(), LOSSES)}
+    assert [statuses[name] for name in ("row-mean", "parts-rows", "token-mean")] == ["yes", "yes", "ERROR"]
 
 
 @pytest.mark.parametrize(

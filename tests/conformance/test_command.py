@@ -10,14 +10,20 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from grpo_conformance import CONVENTIONS, INVARIANTS, adapters, run
+import torch
+from grpo_conformance import CONVENTIONS, INVARIANTS, adapters, report, run
 from grpo_conformance.__main__ import main
 from grpo_conformance.report import START, THREADS, markdown
+from grpo_conformance.run import ERROR, FAILS, LACKS, NOT_OFFERED, PASSES
+from torch import Tensor
 
 from tests.conformance.plain import Plain
 
+PAGE = Path(__file__).parent.parent.parent / "docs" / "conformance.md"
+STATUSES = (PASSES, FAILS, ERROR, NOT_OFFERED)
 CASES = (*INVARIANTS, *CONVENTIONS)
 WRONG = """
 class Wrong:
@@ -40,6 +46,7 @@ def files(tmp_path: Path) -> dict[str, str]:
         "broken": WRONG.replace("batch.rewards -", "1 / 0 -"),
         "nothing": "x = 1\n",
         "no method": "class A: name = 'a'\nadapter = A()\n",
+        "misspelt": WRONG + "Wrong.los = lambda self, batch: batch.logprobs.sum()\n",
         "lacks": WRONG.replace("def", "lacks = ['packing']\n\n    def"),
         "import": "import absent_package\n",
     }
@@ -51,14 +58,26 @@ def files(tmp_path: Path) -> dict[str, str]:
 def test_the_status_says_whether_an_invariant_fails(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([files["right"]]) == 0
     out = capsys.readouterr().out
-    assert "NO" not in out and all(f"\n{case.name} " in out for case in INVARIANTS)
+    assert "NO" not in out and "wrong" not in out and all(f"\n{case.name} " in out for case in INVARIANTS)
     assert main([files["wrong"], files["right"]]) == 1
     out = capsys.readouterr().out
-    assert "masked-vote | mine<b> | row 1 is -31.67, not 1; row 2 is -33.67, not -1" in out
+    title = "masked-vote: The reward of a masked row moves no mean"
+    assert f"{title} | mine<b> | estimator='mean' | row 1 is -31.67, not 1; row 2 is -33.67, not -1\n" in out
     first = next(line for line in out.splitlines() if line.startswith("mean "))
     assert first.split() == ["mean", "NO", "yes"]
     assert main([files["broken"]]) == 1
-    assert "masked-vote | mine<b> | raises ZeroDivisionError: division by zero" in capsys.readouterr().out
+    assert (
+        f"{title} | mine<b> | estimator='mean' | raises ZeroDivisionError: division by zero" in capsys.readouterr().out
+    )
+
+
+def test_the_settings_of_a_case() -> None:
+    """The estimator and the aggregation, since a trainer's default may be another, and what is not the default."""
+    settings = {case.name: case.settings for case in INVARIANTS}
+    assert settings["gae"] == "gamma=0.5 lam=0.5" and settings["gae-rollout"] == ""
+    assert settings["token-mean"] == "aggregation='token-mean'"
+    assert settings["ranks-rows"] == "aggregation='seq-mean-token-mean' kl_coef=0.1"
+    assert settings["rollout-ratio"] == "aggregation='seq-mean-token-mean' ratio='sequence' clip=10.0"
 
 
 def test_what_is_written(files: dict[str, str], tmp_path: Path) -> None:
@@ -74,6 +93,7 @@ def test_what_is_written(files: dict[str, str], tmp_path: Path) -> None:
             for thread in THREADS.get(case.name, "").split():
                 name, number = thread.split("#")
                 assert f"https://github.com/{name}/issues/{number}" in text
+    assert all(f"{status}: " in page for status in STATUSES)
     assert "<th>mine&lt;b&gt;</th>" in page and "mine<b>" not in page
     listed = json.loads(paths["json"].read_text())
     assert listed["Invariants"][0] == ["case", "what must hold", "mine<b>", "plain", "met in"]
@@ -90,7 +110,41 @@ def test_an_introduction_is_kept(files: dict[str, str], tmp_path: Path) -> None:
     assert text.startswith(f"# Title\n\nWords.\n\n{START}\n\n## Invariants\n\n| case |") and "old tables" not in text
     results = run(Plain(), CASES)
     assert text == markdown({"plain": results}, text)
+    assert "What went wrong" not in text + report.page({"plain": results})
     assert "| a\\|b |" in markdown({"a|b": results}), "a bar would end the cell"
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="tests are run from outside the checkout")
+def test_the_page_explains_every_status() -> None:
+    assert all(f"**{status}** " in PAGE.read_text() for status in STATUSES)
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="tests are run from outside the checkout")
+def test_textbook_grpo_in_the_template_of_the_page_fails_by_its_own_faults_alone() -> None:
+    def my_advantages(rewards: Tensor, groups: Tensor, mask: Tensor, divide_by_std: bool) -> Tensor:
+        of_group = [rewards[groups == group] for group in groups.tolist()]
+        means, stds = (torch.stack([getattr(group, of)() for group in of_group]) for of in ("mean", "std"))
+        return (rewards - means) / (stds + 1e-6 if divide_by_std else 1)
+
+    def my_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, clip: float) -> Tensor:
+        ratio, advantages = (logprobs - old)[mask].exp(), advantages[:, None].expand(mask.shape)[mask]
+        return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages).sum()
+
+    scope: dict[str, Any] = {"my_advantages": my_advantages, "my_loss": my_loss}
+    exec(PAGE.read_text().split("```python\n")[1].partition("```")[0], scope)
+    scope["Mine"].token_advantages = Plain.token_advantages
+    assert scope["Mine"].lacks == tuple(LACKS)
+    results = {result.case.name: result for result in run(scope["adapter"], INVARIANTS)}
+    assert [name for name, result in results.items() if result.has_failed] == [
+        "equal-rewards",
+        "masked-vote",
+        "unscored",
+    ]
+    asked = [name for name, result in results.items() if result.status == "yes" and result.case.method == "loss"]
+    assert asked == [
+        *("token-mean", "clip", "padding", "gaps", "nan-masked", "inf-masked", "row-order-loss"),
+        *("parts-tokens", "ranks-tokens", "pad-rows-loss", "empty-part"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +152,7 @@ def test_an_introduction_is_kept(files: dict[str, str], tmp_path: Path) -> None:
     [
         (["nothing"], "must define `adapter`, an object with a name, got None"),
         (["no method"], "must have one of the methods advantages, token_advantages, loss"),
+        (["misspelt"], "or others that start with an underscore, got 'los' (did you mean 'loss'?)"),
         (["lacks"], "may lack rollouts of several rows, uneven groups"),
         (["import"], "cannot be imported: ModuleNotFoundError: No module named 'absent_package'"),
         (["ver"], "adapter must be one of grpo_kernels, grpo_trainer, trl, fused_trl, verl, fused_verl or the path of"),

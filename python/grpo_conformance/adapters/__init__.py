@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
 import runpy
 import sys
 from pathlib import Path
@@ -43,6 +45,11 @@ def load(name: str) -> Any:
         raise AdapterError(f"adapter {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not isinstance(getattr(adapter, "name", None), str):
         raise AdapterError(f"adapter {name!r} must define `adapter`, an object with a name, got {adapter!r}")
+    for method, value in vars(type(adapter)).items():
+        if inspect.isfunction(value) and not method.startswith("_") and method not in METHODS:
+            (near,) = difflib.get_close_matches(method, METHODS, n=1, cutoff=0)
+            rule = f"{', '.join(METHODS)}, or others that start with an underscore"
+            raise AdapterError(f"adapter {name!r} may have the methods {rule}, got {method!r} (did you mean {near!r}?)")
     if not any(callable(getattr(adapter, method, None)) for method in METHODS):
         raise AdapterError(f"adapter {name!r} must have one of the methods {', '.join(METHODS)}, got none")
     unknown = sorted(set(getattr(adapter, "lacks", ())) - set(LACKS))
