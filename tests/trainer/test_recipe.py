@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,17 @@ def test_bundled_recipes_are_valid(name: str) -> None:
             Plan.of(recipe.rl)
     assert smoke.evaluation.samples == min(whole.evaluation.samples, 4)
     assert smoke.folder.name == f"{whole.folder.name}-smoke"  # keeps the folder of the full run free
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.skipif(not DOCS.exists(), reason="tests are run from outside the checkout")
+def test_the_recipe_of_the_documentation_trains_like_the_bundled_one(tmp_path: Path) -> None:
+    section = (DOCS / "trainer.md").read_text().partition("\n## Recipes\n")[2]
+    (tmp_path / "mine.yaml").write_text(textwrap.dedent(section.partition("\n`sft`")[0]))
+    own = load(tmp_path / "mine.yaml", ["name=arithmetic", "rl.rewards=[]"])
+    assert own == load("arithmetic", [f"output={own.output}"])
 
 
 # One of each system, one that loads a model, and two for GPUs, of which small stand-ins run.
