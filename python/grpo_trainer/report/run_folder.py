@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,15 @@ class RunFolder:
     @property
     def name(self) -> str:
         return str(self.setting("name") or self.path.name)
+
+    @property
+    def reports_correctness(self) -> bool:
+        """Whether a reward decides correctness, so that no threshold of `evaluation.solved` does."""
+        rewards = self.setting("evaluation.rewards") or self.setting("rl.rewards") or []
+        names = [reward["name"] for reward in rewards]
+        parts = {name for e in self.evaluations for name in e.metrics if name.startswith("components/")}
+        is_default = not names and not parts  # the default is exact, which has no components
+        return is_default or "exact" in names or any(re.split(r"[/.]", name)[-1] == "correct" for name in parts)
 
     @property
     def phase(self) -> str:
