@@ -418,7 +418,7 @@ class Recipe(Section):
     """name of the run"""
     seed: int = 0
     """seed of weights, data order and sampling"""
-    output: str = "runs/{name}"
+    output: str = "runs/{name}-{seed}"
     """folder of logs, checkpoints and report; {name} and {seed} are replaced"""
     threads: PositiveInt | None = None
     """CPU threads; null: one per idle core"""

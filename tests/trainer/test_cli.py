@@ -126,7 +126,8 @@ def test_runs_are_resumed_or_started_afresh(finished: Path, tmp_path: Path, caps
     shutil.copytree(whole, folder)
     for gone in ("rl-2", "rl-3"):
         shutil.rmtree(folder / "checkpoints" / gone)
-    assert "continue the run in it with --resume" in failed(capsys, *here)
+    said = failed(capsys, *here)
+    assert "continue the run in it with --resume" in said and "or write to another with output=..." in said
     assert cli.main([*here, "--resume"]) == 0
     assert_equal_runs(whole, folder)
     assert "resumed" in {event["event"] for event in lines(folder, "events")}
@@ -158,8 +159,11 @@ def test_a_dry_run_describes_a_run_and_starts_nothing(
         assert cli.main(["train", recipe, "--dry-run", f"model.max_prompt_length={length}"]) == status
     run.mkdir(parents=True)
     (run / "recipe.yaml").write_text("name: x")
-    for options, status in ((["--resume"], 0), (["--fresh"], 0), ([], 2)):
-        assert cli.main(["train", recipe, "--dry-run", *options]) == status
+    for options in (["--resume"], ["--fresh"], []):
+        capsys.readouterr()
+        assert cli.main(["train", recipe, "--dry-run", *options]) == 0
+        noted = f"note: output: must be a folder without a run, got '{run}'" in capsys.readouterr().out
+        assert noted == (not options)
 
 
 def test_one_model_is_evaluated_and_two_are_compared(
