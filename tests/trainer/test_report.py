@@ -489,6 +489,16 @@ def test_evaluated_models_stand_beside_each_other(tmp_path: Path) -> None:
     assert "20 prompts of the test split, evaluated with the recipe mine." in text and "Learning curves" not in text
     assert "semantic_diversity sampled_reward not told apart by 2 trained \u2212 1 base +0.000" in text
     assert "2 trained \u2212 1 base +0.000 +0.000 to +0.000 +0.100 +0.100 to +0.100 semantic_diversity" in text
+    assert "on the Pareto front yes yes" not in text and "on the Pareto front no yes" in text
+    assert "measure 1 base 2 trained intervals over" in text and "ollapse" not in text
+    without = {label: {**e, "metrics": {"reward": e["metrics"]["reward"]}} for label, e in results.items()}
+    assert "Pareto" not in Reader(write_evaluation(without, recipe, "test", tmp_path / "out")).text
+    chosen = random.Random(0)
+    for e in results.values():  # the page and the terminal bootstrap one difference alike
+        e["prompts"] = [line | {"reward": chosen.random(), "rewards": [chosen.random()]} for line in e["prompts"]]
+    interval = compare(*results.values()).measures["sampled_reward"].interval
+    text = Reader(write_evaluation(results, recipe, "test", tmp_path / "out")).text
+    assert " to ".join(page.format_number(end, 3, "+") for end in interval) in text
     line = {"reward": 0.5, "correct": 1.0, "rewards": [0.0, 1.0, None], "right": [1.0, 0, 0], "measures": {"vendi": 2}}
     row = Evaluated({"metrics": {}, "prompts": [line | {"prompt": "p"}]}).table.iloc[0]
     expected = {"reward": 0.5, "exact": 1.0, "sampled_reward": 0.5, "sampled_exact": 1 / 3, "vendi": 2.0}
