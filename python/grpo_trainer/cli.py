@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import sys
+import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 if TYPE_CHECKING:
     from grpo_trainer.recipe import Recipe
@@ -175,12 +177,31 @@ def _keys(kind: Any, where: str = "") -> Iterator[str]:
         path, nested = f"{where}{name}", section_in(field.annotation)
         text = " ".join((field.description or "").split())
         if nested is None:
-            shown = str(field.annotation).replace("typing.", "").replace("Literal", "")
-            shown = field.annotation.__name__ if isinstance(field.annotation, type) else shown
-            yield f"{path} ({shown}, default {field.default!r}): {text}"
+            shown = _type(field.annotation, field.metadata)
+            yield f"{path} ({shown}, default {json.dumps(field.default)}): {text}"
         else:
             yield f"{path}: {text}"
             yield from _keys(nested, f"{path}[]." if isinstance(field.default, list) else f"{path}.")
+
+
+def _type(annotation: Any, limits: Sequence[Any] = (), plural: str = "") -> str:
+    """A key's type in words, such as "list of numbers in [0, 1)"."""
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind is Annotated:
+        return _type(parts[0], [limit for of in parts[1:] for limit in getattr(of, "metadata", [of])], plural)
+    if kind is Literal:
+        return " | ".join(parts)
+    if kind is list:
+        return f"list of {_type(parts[0], plural='s')}"
+    if kind in (Union, types.UnionType):
+        return " or ".join(_type(part, plural=plural) for part in parts)
+    names = {str: "text", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+    name = f"{names[annotation]}{plural}" if annotation in names else "mapping"
+    ends = {end: getattr(limit, end) for limit in limits for end in ("gt", "ge", "lt", "le") if hasattr(limit, end)}
+    low, high = ends.get("gt", ends.get("ge")), ends.get("lt", ends.get("le"))
+    if high is not None:
+        return f"{name} in {'(' if 'gt' in ends else '['}{low}, {high}{')' if 'lt' in ends else ']'}"
+    return name if low is None else f"{name} above {low}" if "gt" in ends else f"{name} from {low} on"
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -89,7 +89,8 @@ class Model(Section):
 
 class Data(Section):
     task: str | None = "arithmetic"
-    """bundled task that generates its own data; null: read files"""
+    """bundled task that generates its own data: arithmetic, strategies, gsm8k, word_problems, dialogue or reply; null:
+    read files"""
     options: dict[str, Any] = {}
     """arguments of the bundled task"""
     train: str | None = None

@@ -30,6 +30,7 @@ from grpo_trainer import train as training
 from grpo_trainer.log import Log
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.recipes import bundled
+from grpo_trainer.tasks import SYSTEMS
 from grpo_trainer.train import train
 
 from tests.trainer import small
@@ -80,7 +81,15 @@ def test_commands_say_what_there_is(
     assert keys == list(cli._keys(Recipe)) and len(keys) > 130
     assert all(line.split(": ", 1)[1].strip() for line in keys)
     assert any(line.startswith("rl.rollout.temperature (") and "default 1.0): sampling" in line for line in keys)
-    assert any(line.startswith("rl.rewards[].name (str, default 'exact'): ") for line in keys)
+    types = {line.partition(" (")[0]: line.partition(" (")[2].rpartition(", default ")[0] for line in keys}
+    assert types["rl.rewards[].name"] == "text" and types["rl.rollout.engine"] == "transformers | vllm"
+    assert types["threads"] == "integer above 0 or null" and types["rl.algorithm.beta"] == "number from 0 on or null"
+    assert (
+        types["sft.optimizer.betas"] == "list of numbers in [0, 1)" and types["rl.rollout.top_p"] == "number in (0, 1]"
+    )
+    assert types["model.banned"] == "list of integers or texts" and types["logging.to"].startswith("list of wandb | ")
+    task = next(line for line in keys if line.startswith("data.task (text or null, default "))
+    assert all(name in task for name in SYSTEMS)
 
 
 def test_a_reader_may_want_the_beginning_only() -> None:
