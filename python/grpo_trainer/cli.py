@@ -266,7 +266,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser = _parser("grpo eval", text, _EVAL_EXAMPLES)
     parser.add_argument("recipe", help="a YAML file or bundled recipe with the data, rewards and sampling to use")
     models_help = f"folder or hub name of one model, or of two to compare; KEY=VALUE {_OVERRIDE}"
-    parser.add_argument("models", nargs="+", metavar="MODEL | KEY=VALUE", help=models_help)
+    parser.add_argument("models", nargs="*", metavar="MODEL | KEY=VALUE", help=models_help)
     splits = ("train", "validation", "test")
     parser.add_argument("--split", choices=splits, default="test", help="part of the data; default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results, including every response")
@@ -278,7 +278,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     models = [argument for argument in options.models if "=" not in argument]
     overrides = [argument for argument in options.models if "=" in argument]
     if not 1 <= len(models) <= 2:
-        parser.error(f"one or two models, got {len(models)}")
+        got = f"the recipe {options.recipe} and {len(models)} models"
+        parser.error(f"a recipe and one or two models are needed, got {got}")
     if len(set(models)) < len(models):
         parser.error(f"two different models, got {models[0]} twice")
     _refuse_repeated(parser, overrides)

@@ -108,13 +108,14 @@ def test_a_reader_may_want_the_beginning_only() -> None:
         ("train RECIPE seed=3 seed=4", "a key can be set once, got seed=3 and seed=4"),
         ("train RECIPE --fresh --resume", "--resume continues the run that --fresh deletes"),
         ("train arithmetc", "recipe: no file 'arithmetc'; the nearest is 'arithmetic'; the bundled"),
-        ("eval RECIPE a b c", "one or two models, got 3"),
+        ("eval RECIPE a b c", "a recipe and one or two models are needed, got the recipe RECIPE and 3 models"),
+        ("eval RUN", "a recipe and one or two models are needed, got the recipe RUN and 0 models"),
         ("eval RECIPE a a", "two different models, got a twice"),
         ("eval RECIPE RUN/checkpoints/rl2/model", "no such model 'RUN/checkpoints/rl2/model'.*/rl-2'"),
         ("eval RECIPE RUN/checkpoints/rl-2/model --json RUN", "Is a directory: 'RUN'$"),
         ("report a --compare b", "one of a run's folder, --compare and --adapters is needed"),
         ("report a --output b", "--output is that of --compare and --adapters"),
-        ("report RUN/none", "folder must have a recipe.yaml or metrics.jsonl, got RUN/none"),
+        ("report RUN/none", "report: folder must exist, got RUN/none"),
     ],
 )
 def test_wrong_arguments_are_named(

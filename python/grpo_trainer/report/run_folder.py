@@ -14,6 +14,7 @@ import pandas as pd
 import yaml
 
 from grpo_trainer.evaluate import estimate_pass_at_k
+from grpo_trainer.messages import nearest_file
 
 Line = dict[str, Any]
 
@@ -70,7 +71,8 @@ class RunFolder:
         if not (self.path / "recipe.yaml").exists() and not (self.path / "metrics.jsonl").exists():
             inside = sorted(str(file.parent) for file in self.path.glob("*/recipe.yaml"))
             way_out = f"; there are {', '.join(inside)}" if inside else ""
-            raise FileNotFoundError(f"report: folder must have a recipe.yaml or metrics.jsonl, got {path}{way_out}")
+            rule = "have a recipe.yaml or metrics.jsonl" if self.path.exists() else "exist"
+            raise FileNotFoundError(f"report: folder must {rule}, got {path}{way_out or nearest_file(path)}")
         self.unreadable: list[str] = []
         try:
             self.recipe: Line = yaml.safe_load((self.path / "recipe.yaml").read_text("utf-8")) or {}
