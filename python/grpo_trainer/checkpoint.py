@@ -102,6 +102,13 @@ def last_folder(recipe: Recipe) -> Path | None:
     return next(reversed(_checkpoints(recipe)), None)
 
 
+def final_folder(recipe: Recipe) -> Path | None:
+    """Folder of the checkpoint after the last step; None for a recipe that does not train."""
+    settings = recipe.rl or recipe.sft
+    phase = "sft" if recipe.rl is None else "rl"
+    return None if settings is None else folder_of(recipe, phase, settings.steps)
+
+
 def load_last(recipe: Recipe) -> State | None:
     """Reads the newest checkpoint; None if a run with this recipe has not written one yet."""
     folder = last_folder(recipe)

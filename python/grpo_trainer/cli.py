@@ -154,7 +154,8 @@ def _overview() -> str:
         "recipes:",
         *(f"  {name:<{width}}{text}" for name, text in found.items()),
         "",
-        "algorithms, and what they set of AdvantageConfig and LossConfig:",
+        "algorithms, and what they set of AdvantageConfig and LossConfig (the names are the trainer's,",
+        "not those of TRL's loss types, which gk.policy_loss(config=...) takes):",
         *(f"  {name:<{width}}{_fields(*defaults)}" for name, defaults in ALGORITHMS.items()),
         "",
         "grpo train arithmetic           train the default recipe; minutes on a CPU",
@@ -221,6 +222,8 @@ def _train(options: argparse.Namespace) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
     if options.resume and is_main and not checkpoint.is_used(recipe):
         print(f"{recipe.folder} contains no run to resume: starting from the beginning", file=sys.stderr)
+    last = checkpoint.final_folder(recipe)
+    is_trained = options.resume and last is not None and last.exists()
     with interruption.handled():
         try:
             train_recipe(recipe, options.resume, options.fresh)
@@ -235,6 +238,8 @@ def _train(options: argparse.Namespace) -> int:
     distributed.destroy_process_group()
     if is_main:
         page = write_report(recipe.folder)
+        if is_trained:
+            print(f"nothing was left to train after {last}", file=sys.stderr)
         print(summary(recipe.folder))
         print(f"report: {page}")
     return 0

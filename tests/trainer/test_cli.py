@@ -75,7 +75,8 @@ def test_commands_say_what_there_is(
     assert "grpo train arithmetic " in capsys.readouterr().out
     found = dict(line.split(maxsplit=1) for line in printed("train").split("\n\n")[0].splitlines()[1:])
     assert found.keys() == bundled().keys() and found["dialogue"] == "Replies that use the facts of the persona"
-    assert "  gspo  " in printed("train", "--list")
+    listed = printed("train", "--list")
+    assert "  gspo  " in listed and "not those of TRL's loss types" in listed
     assert "runs/mine/checkpoints/rl-2/model" in printed("eval") and "  runs/mine\n" in printed("report")
     keys = printed("train", "--keys").splitlines()
     assert keys == list(cli._keys(Recipe)) and len(keys) > 130
@@ -139,6 +140,9 @@ def test_runs_are_resumed_or_started_afresh(finished: Path, tmp_path: Path, caps
     said = failed(capsys, *here)
     assert "continue the run in it with --resume" in said and "or write to another with output=..." in said
     assert cli.main([*here, "--resume"]) == 0
+    assert "nothing was left" not in capsys.readouterr().err
+    assert cli.main([*here, "--resume"]) == 0
+    assert f"nothing was left to train after {folder}/checkpoints/rl-3\n" in capsys.readouterr().err
     assert_equal_runs(whole, folder)
     assert "resumed" in {event["event"] for event in lines(folder, "events")}
     failed(capsys, *here, "--fresh", "model.path=/no/such")
