@@ -42,10 +42,14 @@ ALGORITHMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ppo": ({}, {}),
     "group_ppo": ({}, {"ratio": "segment"}),
 }
-# fields of the configs that a key of the recipe sets
+# fields of the configs that a key of the recipe sets, with their values in braces
 _SET_BY = {
     "advantage": {"reward_weights": "the weight of each reward"},
-    "loss": {"kl_coef": "algorithm.beta", "clip_low": "algorithm.epsilon", "clip_high": "algorithm.epsilon_high"},
+    "loss": {
+        "kl_coef": "algorithm.beta: {}",
+        "clip_low": "algorithm.epsilon: {}",
+        "clip_high": "algorithm.epsilon_high: {}",
+    },
 }
 CORRECTION = {"weights": "token", "weight_max": 2.0}  # of the mismatch between an engine and the policy
 CORRECTION_OF_SEGMENTS = CORRECTION | {"weights": "sequence"}  # whose terms read the weight of one token
@@ -387,7 +391,8 @@ def _config(kind: Callable[..., Config], defaults: dict[str, Any], fields: dict[
         if name not in known:
             raise ValueError(unknown_key(f"rl.algorithm.{key}", name, known))
         if name in _SET_BY.get(key, {}):
-            raise ValueError(f"rl.algorithm.{key}.{name}: is set by {_SET_BY[key][name]}, got {value!r}")
+            way_out = f"set {_SET_BY[key][name].format(value)} instead"
+            raise ValueError(f"rl.algorithm.{key}.{name}: must be left out, got {value!r}; {way_out}")
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     try:
         return kind(**(defaults | given))

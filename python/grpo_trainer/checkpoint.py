@@ -76,6 +76,16 @@ def is_used(recipe: Recipe) -> bool:
     return (recipe.folder / "recipe.yaml").exists()
 
 
+def found_run(recipe: Recipe) -> str | None:
+    """Why a new run cannot use the folder, if it holds one."""
+    if not is_used(recipe):
+        return None
+    return (
+        f"output: must be a folder without a run, got {str(recipe.folder)!r}; continue the run in it with --resume (in "
+        "Python resume=True), remove it with --fresh, or write to another with output=..."
+    )
+
+
 def refuse_used_folder(recipe: Recipe, may_hold_run: bool = False) -> None:
     folder = recipe.folder
     nearest = next(part for part in [folder, *folder.absolute().parents] if part.exists())
@@ -83,16 +93,20 @@ def refuse_used_folder(recipe: Recipe, may_hold_run: bool = False) -> None:
         raise FileExistsError(f"output: must be a folder, got {str(folder)!r}, where {str(nearest)!r} is a file")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise PermissionError(f"output: must be writable, got {str(folder)!r}, where {str(nearest)!r} is not")
-    if not may_hold_run and is_used(recipe):
-        raise FileExistsError(
-            f"output: must be a folder without a run, got {str(folder)!r}; continue the run in it with --resume (in "
-            "Python resume=True), or remove it with --fresh"
-        )
+    if not may_hold_run and (problem := found_run(recipe)):
+        raise FileExistsError(problem)
 
 
 def last_folder(recipe: Recipe) -> Path | None:
     """Folder of the newest checkpoint."""
     return next(reversed(_checkpoints(recipe)), None)
+
+
+def final_folder(recipe: Recipe) -> Path | None:
+    """Folder of the checkpoint after the last step; None for a recipe that does not train."""
+    settings = recipe.rl or recipe.sft
+    phase = "sft" if recipe.rl is None else "rl"
+    return None if settings is None else folder_of(recipe, phase, settings.steps)
 
 
 def load_last(recipe: Recipe) -> State | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import sys
+import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 if TYPE_CHECKING:
     from grpo_trainer.recipe import Recipe
@@ -152,7 +154,8 @@ def _overview() -> str:
         "recipes:",
         *(f"  {name:<{width}}{text}" for name, text in found.items()),
         "",
-        "algorithms, and what they set of AdvantageConfig and LossConfig:",
+        "algorithms, and what they set of AdvantageConfig and LossConfig (the names are the trainer's,",
+        "not those of TRL's loss types, which gk.policy_loss(config=...) takes):",
         *(f"  {name:<{width}}{_fields(*defaults)}" for name, defaults in ALGORITHMS.items()),
         "",
         "grpo train arithmetic           train the default recipe; minutes on a CPU",
@@ -175,12 +178,31 @@ def _keys(kind: Any, where: str = "") -> Iterator[str]:
         path, nested = f"{where}{name}", section_in(field.annotation)
         text = " ".join((field.description or "").split())
         if nested is None:
-            shown = str(field.annotation).replace("typing.", "").replace("Literal", "")
-            shown = field.annotation.__name__ if isinstance(field.annotation, type) else shown
-            yield f"{path} ({shown}, default {field.default!r}): {text}"
+            shown = _type(field.annotation, field.metadata)
+            yield f"{path} ({shown}, default {json.dumps(field.default)}): {text}"
         else:
             yield f"{path}: {text}"
             yield from _keys(nested, f"{path}[]." if isinstance(field.default, list) else f"{path}.")
+
+
+def _type(annotation: Any, limits: Sequence[Any] = (), plural: str = "") -> str:
+    """A key's type in words, such as "list of numbers in [0, 1)"."""
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind is Annotated:
+        return _type(parts[0], [limit for of in parts[1:] for limit in getattr(of, "metadata", [of])], plural)
+    if kind is Literal:
+        return " | ".join(parts)
+    if kind is list:
+        return f"list of {_type(parts[0], plural='s')}"
+    if kind in (Union, types.UnionType):
+        return " or ".join(_type(part, plural=plural) for part in parts)
+    names = {str: "text", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+    name = f"{names[annotation]}{plural}" if annotation in names else "mapping"
+    ends = {end: getattr(limit, end) for limit in limits for end in ("gt", "ge", "lt", "le") if hasattr(limit, end)}
+    low, high = ends.get("gt", ends.get("ge")), ends.get("lt", ends.get("le"))
+    if high is not None:
+        return f"{name} in {'(' if 'gt' in ends else '['}{low}, {high}{')' if 'lt' in ends else ']'}"
+    return name if low is None else f"{name} above {low}" if "gt" in ends else f"{name} from {low} on"
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -200,6 +222,8 @@ def _train(options: argparse.Namespace) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
     if options.resume and is_main and not checkpoint.is_used(recipe):
         print(f"{recipe.folder} contains no run to resume: starting from the beginning", file=sys.stderr)
+    last = checkpoint.final_folder(recipe)
+    is_trained = options.resume and last is not None and last.exists()
     with interruption.handled():
         try:
             train_recipe(recipe, options.resume, options.fresh)
@@ -214,6 +238,8 @@ def _train(options: argparse.Namespace) -> int:
     distributed.destroy_process_group()
     if is_main:
         page = write_report(recipe.folder)
+        if is_trained:
+            print(f"nothing was left to train after {last}", file=sys.stderr)
         print(summary(recipe.folder))
         print(f"report: {page}")
     return 0
@@ -245,7 +271,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser = _parser("grpo eval", text, _EVAL_EXAMPLES)
     parser.add_argument("recipe", help="a YAML file or bundled recipe with the data, rewards and sampling to use")
     models_help = f"folder or hub name of one model, or of two to compare; KEY=VALUE {_OVERRIDE}"
-    parser.add_argument("models", nargs="+", metavar="MODEL | KEY=VALUE", help=models_help)
+    parser.add_argument("models", nargs="*", metavar="MODEL | KEY=VALUE", help=models_help)
     splits = ("train", "validation", "test")
     parser.add_argument("--split", choices=splits, default="test", help="part of the data; default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results, including every response")
@@ -257,7 +283,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     models = [argument for argument in options.models if "=" not in argument]
     overrides = [argument for argument in options.models if "=" in argument]
     if not 1 <= len(models) <= 2:
-        parser.error(f"one or two models, got {len(models)}")
+        got = f"the recipe {options.recipe} and {len(models)} models"
+        parser.error(f"a recipe and one or two models are needed, got {got}")
     if len(set(models)) < len(models):
         parser.error(f"two different models, got {models[0]} twice")
     _refuse_repeated(parser, overrides)

@@ -39,7 +39,12 @@ def _checks(recipe: Recipe, may_hold_run: bool) -> Iterator[Callable[[], Any]]:
         plan = check_packages(recipe)
         return None if plan is None else f"{plan.settings.name}: {plan.described()}"
 
-    yield lambda: checkpoint.refuse_used_folder(recipe, may_hold_run)
+    def noted_run() -> str | None:
+        note = None if may_hold_run else checkpoint.found_run(recipe)
+        return note and f"note: {note}"
+
+    yield lambda: checkpoint.refuse_used_folder(recipe, may_hold_run=True)
+    yield noted_run
     yield lambda: check_backend(recipe.backend)
     yield lambda: require_lines(recipe, splits())
     yield described_algorithm

@@ -89,7 +89,8 @@ class Model(Section):
 
 class Data(Section):
     task: str | None = "arithmetic"
-    """bundled task that generates its own data; null: read files"""
+    """bundled task that generates its own data: arithmetic, strategies, gsm8k, word_problems, dialogue or reply; null:
+    read files"""
     options: dict[str, Any] = {}
     """arguments of the bundled task"""
     train: str | None = None
@@ -418,7 +419,7 @@ class Recipe(Section):
     """name of the run"""
     seed: int = 0
     """seed of weights, data order and sampling"""
-    output: str = "runs/{name}"
+    output: str = "runs/{name}-{seed}"
     """folder of logs, checkpoints and report; {name} and {seed} are replaced"""
     threads: PositiveInt | None = None
     """CPU threads; null: one per idle core"""

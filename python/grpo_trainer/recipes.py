@@ -110,11 +110,13 @@ def read_yaml(text: str, where: str) -> Any:
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            names = [(name.tag, name.value) for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
-            for i, name in enumerate(names):
-                if name in names[:i]:  # of which yaml would keep the last
-                    problem = f"the key {name[1]!r} must be there once"
-                    raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+            names = [name for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
+            seen = set()
+            for name in names:  # of equal keys, yaml would keep the last
+                if (name.tag, name.value) in seen:
+                    line = name.start_mark.line + 1
+                    raise ValueError(f"{where}: must have the key {name.value!r} once, got it again in line {line}")
+                seen.add((name.tag, name.value))
             return super().construct_mapping(node, deep)
 
     number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")

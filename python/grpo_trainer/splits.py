@@ -179,7 +179,9 @@ def read_lines(key: str, source: str, split: str) -> list[Item]:
         raise ValueError(f"{key}: must be a file that ends in {', '.join(readers)}, or a hub name, got {source!r}")
     if source.count("/") != 1 or source.startswith((".", "~", "/")) or path.suffix in readers or path.parent.is_dir():
         kind = "the folder " if path.is_dir() else ""
-        raise FileNotFoundError(f"{key}: must be an existing file, got {kind}{source!r}{nearest_file(source)}")
+        is_clear = path.is_dir() or path.is_absolute()
+        place = "" if is_clear else f"; paths are relative to the current folder, {Path.cwd()}"
+        raise FileNotFoundError(f"{key}: must be an existing file, got {kind}{source!r}{nearest_file(source)}{place}")
     return _read_hub(key, source, split)
 
 

@@ -30,6 +30,7 @@ from grpo_trainer import train as training
 from grpo_trainer.log import Log
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.recipes import bundled
+from grpo_trainer.tasks import SYSTEMS
 from grpo_trainer.train import train
 
 from tests.trainer import small
@@ -74,13 +75,22 @@ def test_commands_say_what_there_is(
     assert "grpo train arithmetic " in capsys.readouterr().out
     found = dict(line.split(maxsplit=1) for line in printed("train").split("\n\n")[0].splitlines()[1:])
     assert found.keys() == bundled().keys() and found["dialogue"] == "Replies that use the facts of the persona"
-    assert "  gspo  " in printed("train", "--list")
+    listed = printed("train", "--list")
+    assert "  gspo  " in listed and "not those of TRL's loss types" in listed
     assert "runs/mine/checkpoints/rl-2/model" in printed("eval") and "  runs/mine\n" in printed("report")
     keys = printed("train", "--keys").splitlines()
     assert keys == list(cli._keys(Recipe)) and len(keys) > 130
     assert all(line.split(": ", 1)[1].strip() for line in keys)
     assert any(line.startswith("rl.rollout.temperature (") and "default 1.0): sampling" in line for line in keys)
-    assert any(line.startswith("rl.rewards[].name (str, default 'exact'): ") for line in keys)
+    types = {line.partition(" (")[0]: line.partition(" (")[2].rpartition(", default ")[0] for line in keys}
+    assert types["rl.rewards[].name"] == "text" and types["rl.rollout.engine"] == "transformers | vllm"
+    assert types["threads"] == "integer above 0 or null" and types["rl.algorithm.beta"] == "number from 0 on or null"
+    assert (
+        types["sft.optimizer.betas"] == "list of numbers in [0, 1)" and types["rl.rollout.top_p"] == "number in (0, 1]"
+    )
+    assert types["model.banned"] == "list of integers or texts" and types["logging.to"].startswith("list of wandb | ")
+    task = next(line for line in keys if line.startswith("data.task (text or null, default "))
+    assert all(name in task for name in SYSTEMS)
 
 
 def test_a_reader_may_want_the_beginning_only() -> None:
@@ -99,13 +109,14 @@ def test_a_reader_may_want_the_beginning_only() -> None:
         ("train RECIPE seed=3 seed=4", "a key can be set once, got seed=3 and seed=4"),
         ("train RECIPE --fresh --resume", "--resume continues the run that --fresh deletes"),
         ("train arithmetc", "recipe: no file 'arithmetc'; the nearest is 'arithmetic'; the bundled"),
-        ("eval RECIPE a b c", "one or two models, got 3"),
+        ("eval RECIPE a b c", "a recipe and one or two models are needed, got the recipe RECIPE and 3 models"),
+        ("eval RUN", "a recipe and one or two models are needed, got the recipe RUN and 0 models"),
         ("eval RECIPE a a", "two different models, got a twice"),
         ("eval RECIPE RUN/checkpoints/rl2/model", "no such model 'RUN/checkpoints/rl2/model'.*/rl-2'"),
         ("eval RECIPE RUN/checkpoints/rl-2/model --json RUN", "Is a directory: 'RUN'$"),
         ("report a --compare b", "one of a run's folder, --compare and --adapters is needed"),
         ("report a --output b", "--output is that of --compare and --adapters"),
-        ("report RUN/none", "folder must have a recipe.yaml or metrics.jsonl, got RUN/none"),
+        ("report RUN/none", "report: folder must exist, got RUN/none"),
     ],
 )
 def test_wrong_arguments_are_named(
@@ -126,8 +137,12 @@ def test_runs_are_resumed_or_started_afresh(finished: Path, tmp_path: Path, caps
     shutil.copytree(whole, folder)
     for gone in ("rl-2", "rl-3"):
         shutil.rmtree(folder / "checkpoints" / gone)
-    assert "continue the run in it with --resume" in failed(capsys, *here)
+    said = failed(capsys, *here)
+    assert "continue the run in it with --resume" in said and "or write to another with output=..." in said
     assert cli.main([*here, "--resume"]) == 0
+    assert "nothing was left" not in capsys.readouterr().err
+    assert cli.main([*here, "--resume"]) == 0
+    assert f"nothing was left to train after {folder}/checkpoints/rl-3\n" in capsys.readouterr().err
     assert_equal_runs(whole, folder)
     assert "resumed" in {event["event"] for event in lines(folder, "events")}
     failed(capsys, *here, "--fresh", "model.path=/no/such")
@@ -158,8 +173,11 @@ def test_a_dry_run_describes_a_run_and_starts_nothing(
         assert cli.main(["train", recipe, "--dry-run", f"model.max_prompt_length={length}"]) == status
     run.mkdir(parents=True)
     (run / "recipe.yaml").write_text("name: x")
-    for options, status in ((["--resume"], 0), (["--fresh"], 0), ([], 2)):
-        assert cli.main(["train", recipe, "--dry-run", *options]) == status
+    for options in (["--resume"], ["--fresh"], []):
+        capsys.readouterr()
+        assert cli.main(["train", recipe, "--dry-run", *options]) == 0
+        noted = f"note: output: must be a folder without a run, got '{run}'" in capsys.readouterr().out
+        assert noted == (not options)
 
 
 def test_one_model_is_evaluated_and_two_are_compared(

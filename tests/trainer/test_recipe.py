@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def test_files_overrides_and_numbers_are_merged(tmp_path: Path) -> None:
         override(made, assignment)
     recipe = validated(Recipe, made)
     assert recipe.max_completion_length == 3 and str(recipe.folder) == "x/a-3"
+    assert {str(validated(Recipe, {"name": "a", "seed": seed}).folder) for seed in (0, 1)} == {"runs/a-0", "runs/a-1"}
 
 
 def test_beta_and_epsilon_mean_what_they_mean_in_trl() -> None:
@@ -120,6 +122,16 @@ def test_bundled_recipes_are_valid(name: str) -> None:
             Plan.of(recipe.rl)
     assert smoke.evaluation.samples == min(whole.evaluation.samples, 4)
     assert smoke.folder.name == f"{whole.folder.name}-smoke"  # keeps the folder of the full run free
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.skipif(not DOCS.exists(), reason="tests are run from outside the checkout")
+def test_the_recipe_of_the_documentation_trains_like_the_bundled_one(tmp_path: Path) -> None:
+    section = (DOCS / "trainer.md").read_text().partition("\n## Recipes\n")[2]
+    (tmp_path / "mine.yaml").write_text(textwrap.dedent(section.partition("\n`sft`")[0]))
+    assert load(tmp_path / "mine.yaml", ["name=arithmetic", "rl.rewards=[]"]) == load("arithmetic")
 
 
 # One of each system, one that loads a model, and two for GPUs, of which small stand-ins run.
@@ -252,7 +264,7 @@ MISTAKES = [
     ("evaluation={solved: 0.5, solved_quantile: 0.5}", "evaluation.solved: must be left out with solved_"),
     # settings that an algorithm does not use
     ("rl.algorithm.loss.clip_hihg=0.3", "rl.algorithm.loss.clip_hihg: no such key; the nearest is 'clip_high'"),
-    ("rl.algorithm.loss.clip_high=0.3", "rl.algorithm.loss.clip_high: is set by algorithm.epsilon_high, got 0.3$"),
+    ("rl.algorithm.loss.clip_high=0.3", ".*clip_high: must be left out, got 0.3; set algorithm.epsilon_high: 0.3"),
     ("rl.algorithm={loss: {kl: none}, beta: 0.1}", ".*beta: must be 0 with loss.kl: none, got 0.1 with 'grpo'$"),
     ("rl.algorithm={loss: {kl: k1}, beta: 0.0}", ".*loss.kl: must be left out with beta: 0, got 'k1' with 'grpo'$"),
     ("rl.algorithm.similarity.config.linkag=x", ".*similarity.config.linkag: .* nearest is 'linkage'"),
@@ -260,7 +272,10 @@ MISTAKES = [
     ("rl.algorithm.loss.ratio=segment", ".*loss.ratio: must not be of segments, .* 'segment' with 'grpo'$"),
     ("rl.algorithm.advantage.estimator=remax", ".*advantage.estimator: must not need baselines, .* 'remax'"),
     ("rl.algorithm.advantage.shrinkage=2.0", ".*advantage.shrinkage: applies within clusters: .* got 2.0"),
-    ("rl.algorithm.advantage.reward_weights=[1.0]", ".*reward_weights: is set by the weight of each"),
+    (
+        "rl.algorithm.advantage.reward_weights=[1.0]",
+        ".*reward_weights: must be left out, got .*; set the weight of each",
+    ),
     ("rl.algorithm={name: polychromic, advantage: {clip: 1.0}}", ".*advantage: applies to algorithms other than"),
     ("rl.algorithm={name: polychromic, similarity: {sharing: 1.0}}", ".*sharing: applies to algorithms other"),
     ("rl.algorithm={name: ppo, drop_flat: false}", ".*drop_flat: applies to .* without a critic, got False"),
@@ -288,7 +303,10 @@ MISTAKES = [
     ("data={task: word_problems, options: {examples: 3}}", ".*examples: must be at most 2 with 1 steps, got 3"),
     ("data={task: word_problems, options: {largest: 10}}", ".*there are too few different problems for 100"),
     ("data={task: reply, options: {test: 5000}}", ".*there are too few different problems for 5000 lines"),
-    ("data={task: null, train: ./no/such.jsonl}", "data.train: must be an existing file, got './no/such.jsonl'"),
+    (
+        "data={task: null, train: ./no/such.jsonl}",
+        "data.train: must be an existing file, .* paths are relative to the current folder, /",
+    ),
     ("data={task: null, train: lines.jsonl}", "data.demonstration: must have a column of some line, got 'de"),
     ("data={task: null, train: lines.jsonl, demonstration_template: '{n}'}", ".*must have .*, got 'n', which are null"),
     (ONLY_SFT + "test: lines.jsonl}", r".*'exact' needs the column 'answer'; .*; set evaluation\.rewards for others"),
@@ -376,7 +394,7 @@ def test_a_run_and_a_dry_run_name_a_mistake(
         (b"rl: {steps: 3\nname: x", r".*must be YAML, got .*line 2, column"),
         (b"base: mine.yaml", r"base: must not lead back to a file .*, got '.*mine\.yaml'"),
         (b"base: arithmatic", r"recipe: no file 'arithmatic'; the nearest is 'arithmetic'; the"),
-        (b"a: 1\na: 2", r".*must be YAML, .*: the key 'a' must be there once in line 1"),
+        (b"a: 1\nb: 3\na: 2", r".*mine\.yaml: must have the key 'a' once, got it again in line 3$"),
         (b"!!python/object/apply:os.getcwd []", r".*must be YAML, .*python/object"),
         (b"data:\nevaluation:\n", r"data: must be a mapping, .*\n  evaluation: must be a mapping, .* None$"),
     ],

@@ -97,6 +97,19 @@ def continuous(folder: Path) -> None:
     change(folder, lambda e: e["metrics"].update(reward=0.25))
 
 
+def own_reward(folder: Path) -> None:
+    change_recipe(folder, "rl.rewards", [{"name": "my_module:my_reward"}])
+
+
+def own_reward_that_reports_correctness(folder: Path) -> None:
+    own_reward(folder)
+    change(folder, lambda e: e["metrics"].update({"components/correct": 0.5}))
+
+
+def dialogue(folder: Path) -> None:
+    change(folder, lambda e: e["metrics"].update({"components/f1": 0.5}))
+
+
 def calibrated_chats_of_a_resumed_run(folder: Path) -> None:
     change(folder, lambda line: line.update(time=line["time"] - 20 * (line["step"] > 30)), "metrics")
     change(folder, lambda e: e.update(solved=0.3))
@@ -135,6 +148,9 @@ CASES: list[tuple[Callable[[Path], None], tuple[float, ...], str, tuple[str, ...
     (sft_alone, (), "Exact match .80 on 20 unseen prompts after 3 steps of SFT; nothing was evaluated before.", ()),
     (unscored, (), "No prompt has a reward before and after 45 steps of grpo.", ()),
     (continuous, (), "Mean reward .28 to .78 on 20", ("responses to validation prompts exact reward",)),
+    (own_reward, (), "Mean reward .30 to .80 on 20", ()),
+    (own_reward_that_reports_correctness, (), "Exact match .30 to .80 on 20", ()),
+    (dialogue, (), "Mean reward .30 to .80 on 20", ()),
     (other_prompts, (), "The evaluations before and after 45 steps of grpo do not compare: compare: before must ", ()),
     (hostile, (), "Exact match", ("<script>alert(1)</script>\"'&amp;<img src=x", "{{7*7}}", "\u241b[31m")),
     (
@@ -407,7 +423,7 @@ def test_runs_that_are_left_out_and_settings_that_differ_are_named(
         "other data: split is 'validation', not 'test'",
         "no evaluation after its last step",
         "another run has its recipe and its seed, 0",
-        "folder must have a recipe.yaml",
+        "folder must exist",
     ]
     rows, left_out = select(folders)
     assert [row.runs[0].path for row in rows] == folders[:1] and [*left_out] == folders[1:]
@@ -473,6 +489,16 @@ def test_evaluated_models_stand_beside_each_other(tmp_path: Path) -> None:
     assert "20 prompts of the test split, evaluated with the recipe mine." in text and "Learning curves" not in text
     assert "semantic_diversity sampled_reward not told apart by 2 trained \u2212 1 base +0.000" in text
     assert "2 trained \u2212 1 base +0.000 +0.000 to +0.000 +0.100 +0.100 to +0.100 semantic_diversity" in text
+    assert "on the Pareto front yes yes" not in text and "on the Pareto front no yes" in text
+    assert "measure 1 base 2 trained intervals over" in text and "ollapse" not in text
+    without = {label: {**e, "metrics": {"reward": e["metrics"]["reward"]}} for label, e in results.items()}
+    assert "Pareto" not in Reader(write_evaluation(without, recipe, "test", tmp_path / "out")).text
+    chosen = random.Random(0)
+    for e in results.values():  # the page and the terminal bootstrap one difference alike
+        e["prompts"] = [line | {"reward": chosen.random(), "rewards": [chosen.random()]} for line in e["prompts"]]
+    interval = compare(*results.values()).measures["sampled_reward"].interval
+    text = Reader(write_evaluation(results, recipe, "test", tmp_path / "out")).text
+    assert " to ".join(page.format_number(end, 3, "+") for end in interval) in text
     line = {"reward": 0.5, "correct": 1.0, "rewards": [0.0, 1.0, None], "right": [1.0, 0, 0], "measures": {"vendi": 2}}
     row = Evaluated({"metrics": {}, "prompts": [line | {"prompt": "p"}]}).table.iloc[0]
     expected = {"reward": 0.5, "exact": 1.0, "sampled_reward": 0.5, "sampled_exact": 1 / 3, "vendi": 2.0}

@@ -111,12 +111,17 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 def difference(before: pd.Series, after: pd.Series) -> Difference:
     """Summarises pairs in any order; those without a value on one side are excluded."""
-    pairs = pd.DataFrame({"before": before.to_numpy(), "after": after.to_numpy()}).dropna()
-    pairs = pairs.sort_values(["before", "after"])
-    changes = pairs["after"] - pairs["before"]
+    pairs = sorted_pairs(before, after)
+    changes = pairs["change"]
     counts = [int(mask.sum()) for mask in (changes > 0, changes < 0, changes == 0)]
     means = float(pairs["before"].mean()), float(pairs["after"].mean()), float(changes.mean())
     return Difference(*means, bootstrap_interval(changes), sign_flip_p(changes), *counts)
+
+
+def sorted_pairs(before: pd.Series, after: pd.Series) -> pd.DataFrame:
+    """Pairs and their changes, in an order with which every page resamples the same."""
+    pairs = pd.DataFrame({"before": before.to_numpy(), "after": after.to_numpy()}).dropna()
+    return pairs.sort_values(["before", "after"]).assign(change=lambda table: table["after"] - table["before"])
 
 
 def bootstrap_interval(values: Iterable[float]) -> Interval:

@@ -15,7 +15,7 @@ import pandas as pd
 
 from grpo_trainer.diversity_measures import collapse_point, pareto_front
 from grpo_trainer.log import to_json
-from grpo_trainer.report.compare import bootstrap_interval, in_order, paired, t_interval
+from grpo_trainer.report.compare import bootstrap_interval, in_order, paired, sorted_pairs, t_interval
 from grpo_trainer.report.page import (
     Curve,
     Figure,
@@ -90,8 +90,9 @@ class Row(NamedTuple):
         gaps = [a.metrics.get(name, math.nan) - b.metrics.get(name, math.nan) for a, b in pairs]
         by_prompt: Sequence[float] = []
         if len(pairs) == 1 and all(name in e.table for e in pairs[0]):
-            sides = paired(*pairs[0])
-            by_prompt = sides["before", name] - sides["after", name]
+            after, before = pairs[0]
+            sides = paired(before, after)
+            by_prompt = sorted_pairs(sides["before", name], sides["after", name])["change"]
         return Estimate.of(gaps, by_prompt)
 
 
@@ -203,19 +204,23 @@ def _measures(rows: Sequence[Row], estimates: dict[str, dict[str, Estimate]], fr
         ["measure", *estimates],
         ["seeds", *(", ".join(map(str, row.evaluated)) for row in rows)],
         ["intervals over", *(of_row[0] if of_row else "none" for of_row in units)],
-        ["on the Pareto front", *("yes" if label in front else "no" for label in estimates)],
+        ["on the Pareto front", *("yes" if label in front else "no" for label in estimates if front)],
     ]
+    table = [row for row in table if any(row[1:])]
     for name in estimates[rows[0].label]:
         table.append([name, *(of_row[name].cell() for of_row in estimates.values())])
         if name in _AXES[0] and rows[0].runs:
             series = [[run.series("validation", name) for run in row.runs] for row in rows]
             steps = [[collapse_point(s.index.tolist(), s.tolist()) for s in of_row] for of_row in series]
-            table.append([f"collapse of {name}", *(", ".join(format_number(s, 0) for s in of_row) for of_row in steps)])
+            cells = [", ".join(format_number(s, 0) for s in of_row) for of_row in steps]
+            table += [[f"collapse of {name}", *cells]] if np.isfinite(np.concatenate(steps)).any() else []
+    has_collapse = any(row[0].startswith("collapse of ") for row in table)
+    collapse = "Collapse: first step of RL from which the measure on the validation split stays below half its start."
     notes = [
         "Means and 95 % intervals. Over several seeds it is Student's t interval, which covers other seeds, and may "
         "exceed the range of the measure. Over prompts it is a bootstrap, which covers other prompts of the kind but "
-        "no other seed, and is usually too narrow to compare recipes. Collapse: first step of RL from which the "
-        "measure on the validation split stays below half of its start.",
+        "no other seed, and is usually too narrow to compare recipes.",
+        *[collapse] * has_collapse,
         *differences(rows),
     ]
     return Section("Measures", notes, table=table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pandas as pd
 import yaml
 
 from grpo_trainer.evaluate import estimate_pass_at_k
+from grpo_trainer.messages import nearest_file
 
 Line = dict[str, Any]
 
@@ -69,7 +71,8 @@ class RunFolder:
         if not (self.path / "recipe.yaml").exists() and not (self.path / "metrics.jsonl").exists():
             inside = sorted(str(file.parent) for file in self.path.glob("*/recipe.yaml"))
             way_out = f"; there are {', '.join(inside)}" if inside else ""
-            raise FileNotFoundError(f"report: folder must have a recipe.yaml or metrics.jsonl, got {path}{way_out}")
+            rule = "have a recipe.yaml or metrics.jsonl" if self.path.exists() else "exist"
+            raise FileNotFoundError(f"report: folder must {rule}, got {path}{way_out or nearest_file(path)}")
         self.unreadable: list[str] = []
         try:
             self.recipe: Line = yaml.safe_load((self.path / "recipe.yaml").read_text("utf-8")) or {}
@@ -101,6 +104,15 @@ class RunFolder:
     @property
     def name(self) -> str:
         return str(self.setting("name") or self.path.name)
+
+    @property
+    def reports_correctness(self) -> bool:
+        """Whether a reward decides correctness, so that no threshold of `evaluation.solved` does."""
+        rewards = self.setting("evaluation.rewards") or self.setting("rl.rewards") or []
+        names = [reward["name"] for reward in rewards]
+        parts = {name for e in self.evaluations for name in e.metrics if name.startswith("components/")}
+        is_default = not names and not parts  # the default is exact, which has no components
+        return is_default or "exact" in names or any(re.split(r"[/.]", name)[-1] == "correct" for name in parts)
 
     @property
     def phase(self) -> str:

@@ -73,7 +73,8 @@ def _lead(run: RunFolder) -> tuple[Comparison | None, str]:
     except ValueError as error:
         return None, f"The evaluations before and after {trained} do not compare{unfinished}: {error}."
     exact = comparison.measures["exact"]
-    name = "exact" if exact.before > 0 or exact.after > 0 else "reward"  # some rewards are on a continuous scale
+    is_exact = run.reports_correctness and (exact.before > 0 or exact.after > 0)
+    name = "exact" if is_exact else "reward"  # some rewards are on a continuous scale
     change = comparison.measures[name]
     if change.prompts == 0:
         return None, f"No prompt has a reward before and after {trained}{unfinished}."
