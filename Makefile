@@ -106,16 +106,25 @@ format: $(VENV)/built
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
+# A line per experiment, the longest first, for two processes of one thread, as small models use no more. No two lines
+# have a folder of a run in common.
+REPLIES := reply-base reply-sft reply-sft-polychromic reply-sft-conservative reply reply-grpo-polychromic \
+	reply-polychromic
+define EXPERIMENTS
+$(REPLIES) --seeds $(or $(SEEDS),0 1 2) --folder runs/replies
+gsm8k evaluation.samples=0 evaluation.every=0 --seeds $(or $(SEEDS),0 1 2)
+dialogue-settings --seeds $(or $(SEEDS),0 1 2) --folder runs/settings
+dialogue-algorithms --seeds $(or $(SEEDS),0 1 2)
+strategies --seeds $(or $(SEEDS),4 5 6)
+segments --seeds $(or $(SEEDS),0 1 2)
+dialogue-encoder-decoder --seeds $(or $(SEEDS),0 1 2)
+arithmetic --seeds $(or $(SEEDS),0 1 2)
+endef
+export EXPERIMENTS
+
+# Each table is printed whole, when its experiment has ended.
 results: $(VENV)/built
-	$(BIN)/python tools/experiments.py arithmetic --seeds $(or $(SEEDS),0 1 2)
-	$(BIN)/python tools/experiments.py gsm8k evaluation.samples=0 evaluation.every=0 --seeds $(or $(SEEDS),0 1 2)
-	$(BIN)/python tools/experiments.py strategies --seeds $(or $(SEEDS),4 5 6)
-	$(BIN)/python tools/experiments.py segments --seeds $(or $(SEEDS),0 1 2)
-	$(BIN)/python tools/experiments.py dialogue-algorithms --seeds $(or $(SEEDS),0 1 2)
-	$(BIN)/python tools/experiments.py dialogue-settings --seeds $(or $(SEEDS),0 1 2)
-	$(BIN)/python tools/experiments.py dialogue-encoder-decoder --seeds $(or $(SEEDS),0 1 2)
-	$(BIN)/python tools/experiments.py reply-base reply-sft reply-sft-polychromic reply-sft-conservative reply \
-		reply-grpo-polychromic reply-polychromic --seeds $(or $(SEEDS),0 1 2) --folder runs/replies
+	echo "$$EXPERIMENTS" | OMP_NUM_THREADS=1 xargs -P 2 -L 1 sh -c 'out=$$($(BIN)/python tools/experiments.py "$$@") && echo "$$out"' _
 	$(BIN)/python -m benchmarks.step --steps 9
 
 bench: $(VENV)/built
