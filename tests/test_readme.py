@@ -26,8 +26,8 @@ def test_examples_run_and_print_what_the_readme_says() -> None:
     with contextlib.redirect_stdout(printed):
         for example in examples:
             exec(example, scope)
-    promised = re.findall(r"# (tensor\(.*?\))[:\n]", "\n".join(examples))
-    assert len(promised) == 2 and printed.getvalue().splitlines() == promised
+    promised = re.findall(r"# (tensor\(.*?\)|[\d.]+)[:\n]", "\n".join(examples))
+    assert len(promised) == 3 and printed.getvalue().splitlines() == promised
     assert scope["result"].degenerate.tolist() == [False] * 4 + [True] * 4  # type: ignore[attr-defined]
     assert scope["hidden"].grad.any() and scope["lm_head"].weight.grad.any()  # type: ignore[attr-defined]
 

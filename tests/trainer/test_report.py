@@ -97,17 +97,10 @@ def continuous(folder: Path) -> None:
     change(folder, lambda e: e["metrics"].update(reward=0.25))
 
 
-def own_reward(folder: Path) -> None:
-    change_recipe(folder, "rl.rewards", [{"name": "my_module:my_reward"}])
-
-
-def own_reward_that_reports_correctness(folder: Path) -> None:
-    own_reward(folder)
-    change(folder, lambda e: e["metrics"].update({"components/correct": 0.5}))
-
-
-def dialogue(folder: Path) -> None:
-    change(folder, lambda e: e["metrics"].update({"components/f1": 0.5}))
+def rewarded(folder: Path, component: str, is_own: bool) -> None:
+    if is_own:
+        change_recipe(folder, "rl.rewards", [{"name": "my_module:my_reward"}])
+    change(folder, lambda e: e["metrics"].update({f"components/{component}": 0.5}))
 
 
 def calibrated_chats_of_a_resumed_run(folder: Path) -> None:
@@ -148,9 +141,9 @@ CASES: list[tuple[Callable[[Path], None], tuple[float, ...], str, tuple[str, ...
     (sft_alone, (), "Exact match .80 on 20 unseen prompts after 3 steps of SFT; nothing was evaluated before.", ()),
     (unscored, (), "No prompt has a reward before and after 45 steps of grpo.", ()),
     (continuous, (), "Mean reward .28 to .78 on 20", ("responses to validation prompts exact reward",)),
-    (own_reward, (), "Mean reward .30 to .80 on 20", ()),
-    (own_reward_that_reports_correctness, (), "Exact match .30 to .80 on 20", ()),
-    (dialogue, (), "Mean reward .30 to .80 on 20", ()),
+    (lambda folder: rewarded(folder, "length", is_own=True), (), "Mean reward .30 to .80 on 20", ()),
+    (lambda folder: rewarded(folder, "correct", is_own=True), (), "Exact match .30 to .80 on 20", ()),
+    (lambda folder: rewarded(folder, "f1", is_own=False), (), "Mean reward .30 to .80 on 20", ()),
     (other_prompts, (), "The evaluations before and after 45 steps of grpo do not compare: compare: before must ", ()),
     (hostile, (), "Exact match", ("<script>alert(1)</script>\"'&amp;<img src=x", "{{7*7}}", "\u241b[31m")),
     (
