@@ -7,7 +7,7 @@
 #   make test-floor        test wheels of every build mode and every Triton kernel with the oldest torch and Triton
 #   make test-floor-quick  run the part of it that CI runs
 #   make test-engine       test the trainer, TRL and verl with vLLM on the CPU; twenty minutes
-#   make soak              kill runs, break their surroundings, fuzz the ops, look for leaks; an hour and a half
+#   make soak              kill runs, break their surroundings, fuzz the ops, look for leaks; at most an hour and a half
 #   make nightly           run everything slower than .ci/run: test-all, floor, engine, soak, benchmarks, results of a seed
 #   make results           measure the results of docs/results again; hours, or SEEDS=0 for those of a seed
 #   make bench             time the CPU against the installed peers and check every bar; a quarter of an hour

@@ -35,7 +35,7 @@ class Invariant:
 
     @property
     def settings(self) -> str:
-        """What the case asks for: the estimator or aggregation, and settings that are not the default."""
+        """The estimator or aggregation that the case asks for, and its settings that are not the default."""
         batch = self.given if isinstance(self.given, Batch) else self.given[0]
         values = {name: getattr(batch, name) for name in SETTINGS[self.method]}
         shown = [

@@ -263,7 +263,7 @@ def test_what_a_trainer_lacks_is_not_offered() -> None:
 
 
 def test_a_setting_without_effect_is_not_offered() -> None:
-    """Where a case is about it; others that have it are still asked."""
+    """Only to the cases about it; others that have it are still asked."""
 
     class Bare(Plain):
         def loss(self, batch: Batch) -> Tensor:
