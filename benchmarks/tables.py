@@ -19,74 +19,79 @@ WIDTH = 100  # columns of the document
 
 
 def case_rows(result: Result) -> list[str]:
-    lines = ["| case | ours | floor | against | ratio |", "|---|---|---|---|---|"]
+    """A row of ours for each case and one for each peer, with their limits; our times on a GPU are by its events."""
+    is_gpu = result["device"] == "cuda"
+    times = ["cold", "warm", "speed"] if is_gpu else ["time"]
+    head = ["case", "", *times, "floor", "MiB", "ratio", "limit"]
+    rows = [head, ["---"] * len(head)]
     for case in result["cases"]:
-        ours = f"{time(case['ours']['us'])} | {case['ours']['of_ceiling']:.0%}"
-        name = f"`{case['op']}`, {case['name']}, {case['dtype']}"
-        for provider, numbers in case["providers"].items() or {"": {"missing": ""}}.items():
-            lines.append(f"| {name} | {ours} | {provider} | {ratio(numbers)} |")
-            name, ours = "", " | "
-    return lines
+        ours = case["ours"]
+        cells = gpu_times(case) if is_gpu else [time(ours["us"])]
+        cells += [f"{ours['of_ceiling']:.0%}", mebibytes(ours), "", limits(case, "ours")]
+        dtype = "" if case["dtype"] == "float32" or case["dtype"] in case["name"] else f", {case['dtype']}"
+        rows.append([f"`{case['op']}`, {case['name']}{dtype}", "ours", *cells])
+        for who, numbers in case["providers"].items():
+            if numbers.get("missing", "").startswith("not made for"):
+                continue
+            cells = ["", "", ""] if is_gpu else [time(numbers["us"]) if "us" in numbers else ""]
+            rows.append(["", who, *cells, "", mebibytes(numbers), ratio(numbers), limits(case, who)])
+    return [f"| {' | '.join(row)} |" for row in rows]
 
 
-def gpu_rows(result: Result) -> list[str]:
-    """Rows of times by events, with cold and warm caches, and of ratios by the host's clock."""
-    lines = ["| case | cold | warm | speed | of the ceiling | against | ratio |", "|---|---|---|---|---|---|---|"]
-    for case in result["cases"]:
-        ours, floor = case["ours"], case["floor"]
-        warm = time(ours["warm_us"]) + ("" if ours["is_gapless"] else " with the host's gaps")
-        rate, unit = (floor["flops"] / 1e6, "Tflop/s") if floor["flops"] else (floor["bytes"] / 1e3, "GB/s")
-        cells = f"{time(ours['cold_us'])} | {warm} | {rate / ours['cold_us']:.3g} {unit} | {ours['of_ceiling']:.0%}"
-        name = f"`{case['op']}`, {case['name']}, {case['dtype']}"
-        timed = {who: numbers for who, numbers in case["providers"].items() if "ratio" in numbers}
-        for provider, numbers in timed.items() or {"": {"missing": ""}}.items():
-            lines.append(f"| {name} | {cells} | {provider} | {ratio(numbers)} |")
-            name, cells = "", " | | | "
-    return lines
+def gpu_times(case: Result) -> list[str]:
+    """Times with cold and with warm caches, and the speed with cold ones."""
+    ours, floor = case["ours"], case["floor"]
+    warm = time(ours["warm_us"]) + ("" if ours["is_gapless"] else " with the host's gaps")
+    rate, unit = (floor["flops"] / 1e6, "Tflop/s") if floor["flops"] else (floor["bytes"] / 1e3, "GB/s")
+    return [time(ours["cold_us"]), warm, f"{rate / ours['cold_us']:.3g} {unit}"]
 
 
 def ratio(numbers: Result) -> str:
     """A ratio with its range, or the reason why there is none."""
     if "ratio" not in numbers:
         return str(numbers.get("missing", numbers.get("refused")))
-    return f"{short(numbers['ratio'])}x ({short(numbers['low'])} to {short(numbers['high'])})"
+    return f"{short(numbers['ratio'])} ({short(numbers['low'])} to {short(numbers['high'])})"
 
 
-def bar_rows(result: Result) -> list[str]:
-    """Rows of bars, with those that are not met in bold."""
-    lines = ["| bar | measured | limit | |", "|---|---|---|---|"]
-    for case in [*result["cases"], *result.get("sweeps", [])]:
-        for bar in case["bars"]:
-            word = {True: "met", False: "**not met**", None: "not measured"}[bar["held"]]
-            value = "" if bar["value"] is None else short(bar["value"])
-            what, limit = bar["text"].rsplit(", ", 1)
-            lines.append(f"| `{case['op']}`, {case['name']}: {what} | {value} | {limit} | {word} |")
-    return lines
+def mebibytes(numbers: Result) -> str:
+    return f"{numbers['memory'] / 2**20:.1f}" if "memory" in numbers else ""
+
+
+def limits(entry: Result, who: str) -> str:
+    """The limits on a row, in bold if they are not met; ours has those of peers without a row, too."""
+    peers = entry.get("providers", {})
+    texts = []
+    for bar in entry["bars"]:
+        quantity, relation = bar["kind"].split(" ", 1)
+        value = "" if bar["value"] is None else f" {short(bar['value'])}"
+        if who != (bar["of"] if bar["of"] in peers else "ours"):
+            continue
+        if quantity == "ratio" and who != "ours":
+            text = f"{relation} {bar['limit']:g}"
+        elif quantity == "cost" and who != "ours":  # the inverse of the ratio
+            text = f"at least {short(1 / bar['limit'])}"
+        else:
+            of = f" of {bar['of']}" if bar["of"] else ""
+            text = f"{quantity}{value}{of}, {relation} {bar['limit']:g}"
+        texts.append({True: text, False: f"**{text}: not met**", None: f"{text}: not measured"}[bar["held"]])
+    return "; ".join(texts)
 
 
 def sweep_rows(result: Result) -> list[str]:
-    lines = ["| op | from | to | exponent | floors at the largest |", "|---|---|---|---|---|"]
+    lines = ["| op | from | to | exponent | floors at the largest | limit |", "|---|---|---|---|---|---|"]
     for sweep in result["sweeps"]:
         first, last = sweep["points"][0], sweep["points"][-1]
         lines.append(
             f"| `{sweep['op']}`, {sweep['name']} | {first['size']:,} {sweep['unit']}, {time(first['us'])} | "
-            f"{last['size']:,}, {time(last['us'])} | {sweep['exponent']:.2f} | {last['us'] / last['floor_us']:.1f} |"
+            f"{last['size']:,}, {time(last['us'])} | {sweep['exponent']:.2f} | {last['us'] / last['floor_us']:.1f} | "
+            f"{limits(sweep, 'ours')} |"
         )
     return lines
 
 
-def memory_rows(result: Result) -> list[str]:
-    lines = ["| case | peak memory in MiB, without the inputs, and for heads without the gradients |", "|---|---|"]
-    for case in result["cases"]:
-        rows = {"ours": case["ours"]} | case["providers"]
-        sizes = [f"{name} {row['memory'] / 2**20:.1f}" for name, row in rows.items() if "memory" in row]
-        if sizes:
-            lines.append(f"| `{case['op']}`, {case['name']} | {'; '.join(sizes)} |")
-    return lines
-
-
 def time(us: float) -> str:
-    return f"{us:.3g} us" if us < 1000 else f"{us / 1e3:.3g} ms"
+    unit, size = ("us", 1) if us < 1e3 else ("ms", 1e3) if us < 1e6 else ("s", 1e6)
+    return f"{us / size:.3g} {unit}"
 
 
 def machine_line(result: Result) -> str:
@@ -104,9 +109,11 @@ def machine_line(result: Result) -> str:
 def text(results: list[Result]) -> str:
     parts = []
     for result in results:
-        of_cases = [gpu_rows] if result["device"] == "cuda" else [case_rows]
-        rows = ([*of_cases, memory_rows] if result["cases"] else []) + ([sweep_rows] if result.get("sweeps") else [])
-        parts += [machine_line(result), *("\n".join(rows_of(result)) for rows_of in [*rows, bar_rows])]
+        parts.append(machine_line(result))
+        if result["cases"]:
+            parts.append("\n".join(case_rows(result)))
+        if result.get("sweeps"):
+            parts.append("\n".join(sweep_rows(result)))
     return "\n\n".join(parts)
 
 
