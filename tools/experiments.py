@@ -7,9 +7,10 @@
     python tools/experiments.py dialogue-algorithms   # REINFORCE against GRPO
     python tools/experiments.py dialogue-settings     # published settings of GRPO
 
-Figures are for the test split, after the last step; gains are paired over the prompts. The variants of an experiment
-share SFT, which is trained once a seed. Runs that exist are resumed or read. Several recipes are also compared on the
-page of `grpo report --compare`.
+Figures are for the test split, after the last step, with 95 % intervals over the seeds. A seed's gain is in bold if
+its paired bootstrap interval over the prompts excludes 0. The variants of an experiment share SFT, which is trained
+once a seed. Runs that exist are resumed or read. Several recipes are also compared on the page of `grpo report
+--compare`.
 """
 
 from __future__ import annotations
@@ -143,43 +144,58 @@ def figures(run: RunFolder, measure: Callable[[Evaluated], Mapping[str, float]] 
 
 
 def gains(title: str, before: Evaluated, after: Evaluated) -> list[dict[str, Any]]:
-    """Paired gains in the measures of quality."""
+    """Paired gains of a seed in the measures of quality; one is clear if its bootstrap interval excludes 0."""
     measures = compare(before.content, after.content, before.solved).measures
     return [
         {
             "": title,
             "measure": name,
-            "before": f"{d.before:.3f}",
-            "after": f"{d.after:.3f}",
-            "gain": f"{d.change:+.3f}",
-            "95 % interval": "{:+.3f} to {:+.3f}".format(*d.interval),
-            "p": f"{d.p_value:.4f}",
+            "before": d.before,
+            "after": d.after,
+            "gain": d.change,
+            "clear": is_clear(d.interval),
         }
         for name in QUALITY
         if (d := measures.get(name)) is not None
     ]
 
 
-def over_seeds(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """A row of means for each name, one of the half width of their 95 % intervals over seeds, and of differences."""
+def is_clear(interval: tuple[float, float]) -> bool:
+    return not interval[0] <= 0 <= interval[1]
+
+
+def summary(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """A row for each name, and one for its differences from the first, paired by seed: means and 95 % intervals."""
     groups = {name: rows.set_index("seed").drop(columns="") for name, rows in table.groupby("", sort=False)}
     first, *others = groups
     groups |= {f"{name} less {first}": groups[name] - groups[first] for name in others}
-    result = []
-    for name, rows in groups.items():
-        result.append({"": name, "seed": "mean"} | rows.mean().to_dict())
-        if len(rows) > 1:
-            half = rows.sem() * scipy.stats.t.ppf(0.975, len(rows) - 1)
-            result.append({"": name, "seed": "95 % +-"} | half.to_dict())
-    return result
+    return [{"": name} | {key: over_seeds(rows[key]) for key in rows} for name, rows in groups.items()]
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    table = pd.DataFrame(rows).astype(object).fillna("")
+def summary_of_gains(changes: pd.DataFrame) -> list[dict[str, Any]]:
+    """A row for each pair and measure, with each seed's gain, in bold if its interval over the prompts excludes 0."""
+    rows = []
+    for (title, measure), seeds in changes.groupby(["", "measure"], sort=False):
+        each = [
+            f"**{gain:+.3f}**" if clear else f"{gain:+.3f}" for gain, clear in zip(seeds.gain, seeds.clear, strict=True)
+        ]
+        ends = {key: over_seeds(seeds[key]) for key in ("before", "after", "gain")}
+        rows.append({"": title, "measure": measure, **ends, "each seed": ", ".join(each)})
+    return rows
+
+
+def over_seeds(values: pd.Series) -> str:
+    """The mean, and the half width of its 95 % interval by Student's t if there are several seeds."""
+    if values.isna().all():
+        return ""
+    mean = f"{values.mean():.3f}"
+    return mean if len(values) == 1 else f"{mean} +- {values.sem() * scipy.stats.t.ppf(0.975, len(values) - 1):.3f}"
+
+
+def markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    table = pd.DataFrame(rows).fillna("")
     lines = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy().tolist()]
-    return "\n".join(
-        f"| {' | '.join(f'{v:.3f}' if isinstance(v, float) else str(v) for v in line)} |" for line in lines
-    )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -211,18 +227,19 @@ def main() -> None:
             pairs = [(start, name) for name in experiment.variants for start in (SFT, baseline) if start != name]
             for start, name in pairs:
                 before, after = (runs[of].final_evaluation() for of in (start, name))
-                changes += gains(f"{name} over {start}, seed {seed}", before, after)
+                changes += gains(f"{name} over {start}", before, after)
         else:
             outputs = {name: f"output={options.folder / name}-{seed}" for name in names}
             runs = {n: finished(recipes.load(n, [f"seed={seed}", outputs[n], *overrides])) for n in names}
             measure = None
             for name, run in runs.items():
                 if (pair := run.before_and_after()) is not None:
-                    changes += gains(f"{name}, seed {seed}", *pair)
+                    changes += gains(name, *pair)
         table += [{"": name, "seed": seed} | figures(run, measure) for name, run in runs.items()]
         folders += [run.path for run in runs.values()]
-    print(markdown([*table, *over_seeds(pd.DataFrame(table))]))
-    print(f"\n{markdown(changes)}")
+    print(markdown(summary(pd.DataFrame(table))))
+    if changes:
+        print(f"\n{markdown(summary_of_gains(pd.DataFrame(changes)))}")
     if len(names) > 1:
         print(f"\npage: {write_comparison(folders, options.folder / 'comparison')}")
 

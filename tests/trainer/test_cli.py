@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pandas as pd
 import pytest
 import torch
 from grpo_trainer import checkpoint, cli, evaluate, interruption, setup, sft
@@ -30,6 +31,7 @@ from grpo_trainer import train as training
 from grpo_trainer.log import Log
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.recipes import bundled
+from grpo_trainer.report.run_folder import RunFolder
 from grpo_trainer.tasks import SYSTEMS
 from grpo_trainer.train import train
 
@@ -338,10 +340,15 @@ def test_experiments_on_seeds(
     monkeypatch.setattr(sys, "argv", arguments)
     experiments.main()
     printed = capsys.readouterr().out
-    table = [line.split(" | ") for line in printed.splitlines() if line.startswith("| own.yaml")]
-    assert [line[1] for line in table][:3] == ["0", "1", "mean"] and "| own.yaml, seed 0 | reward |" in printed
-    first, second, of_both = (float(line[2].rstrip(" |")) for line in table[:3])
-    assert of_both == pytest.approx((first + second) / 2, abs=1e-3) and abs(first - second) > 0.01
+    means, gains, *_ = [
+        line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| own.yaml |")
+    ]
+    ends = [RunFolder(Path("made") / f"own.yaml-{seed}").final_evaluation() for seed in (0, 1)]
+    first, second = (end.metrics["reward"] for end in ends if end is not None)
+    assert abs(first - second) > 0.01
+    half = abs(first - second) / 2 * 12.7062  # Student's t with one degree of freedom
+    assert means[1] == gains[3] == f"{(first + second) / 2:.3f} +- {half:.3f}"
+    assert gains[1] == "reward" and len(gains[5].split(", ")) == 2 and "| other.yaml less own.yaml |" in printed
     assert "page: made/comparison/comparison.html" in printed
     before = {path: path.stat().st_mtime for path in Path("made").rglob("*.safetensors")}
     experiments.main()  # finished runs are read
@@ -355,6 +362,20 @@ def test_experiments_on_seeds(
     paths = {name: run.setting("model.path") for name, run in runs.items()}
     assert paths == {"SFT": "tiny", "plain": model, "doctor": model}
     assert runs["doctor"].setting("rl.algorithm.name") == "dr_grpo" and runs["plain"].setting("seed") == 3
+
+
+def test_gains_of_seeds_are_in_bold_where_their_intervals_exclude_zero() -> None:
+    seeds = [(0.1, 0.4, 0.3, True), (0.2, 0.4, 0.2, True), (0.3, 0.4, 0.1, False)]
+    rows = [
+        {"": "own", "measure": "exact"} | dict(zip(("before", "after", "gain", "clear"), seed, strict=True))
+        for seed in seeds
+    ]
+    (row,) = experiments.summary_of_gains(pd.DataFrame(rows))
+    assert row["before"] == "0.200 +- 0.248" and row["after"] == "0.400 +- 0.000"  # 4.3027 * 0.1 / sqrt(3)
+    assert row["each seed"] == "**+0.300**, **+0.200**, +0.100"
+    (row,) = experiments.summary_of_gains(pd.DataFrame(rows[:1]))
+    assert row["gain"] == "0.300"
+    assert [experiments.is_clear(ends) for ends in ((0.1, 0.2), (-0.2, -0.1), (-0.1, 0.1), (0.0, 0.1))] == [1, 1, 0, 0]
 
 
 # Trackers and the progress line
