@@ -38,7 +38,7 @@ from grpo_trainer.tasks import load_task
 from grpo_trainer.train import train
 
 QUALITY = ("reward", "sampled_reward", "exact", "pass@10")
-MEASURES = (*QUALITY, "semantic_diversity", "distinct_2", "self_bleu", "vendi", "cluster_entropy", "usq")
+MEASURES = (*QUALITY, "pass@1", "semantic_diversity", "distinct_2", "self_bleu", "vendi", "cluster_entropy", "usq")
 SFT = "SFT"
 
 
@@ -179,16 +179,17 @@ def summary_of_gains(changes: pd.DataFrame) -> list[dict[str, Any]]:
         each = [
             f"**{gain:+.3f}**" if clear else f"{gain:+.3f}" for gain, clear in zip(seeds.gain, seeds.clear, strict=True)
         ]
-        ends = {key: over_seeds(seeds[key]) for key in ("before", "after", "gain")}
-        rows.append({"": title, "measure": measure, **ends, "each seed": ", ".join(each)})
+        ends = {key: over_seeds(seeds[key]) for key in ("before", "after")}
+        gain = over_seeds(seeds.gain, "+.3f")
+        rows.append({"": title, "measure": measure, **ends, "gain": gain, "each seed": ", ".join(each)})
     return rows
 
 
-def over_seeds(values: pd.Series) -> str:
+def over_seeds(values: pd.Series, form: str = ".3f") -> str:
     """The mean, and the half width of its 95 % interval by Student's t if there are several seeds."""
     if values.isna().all():
         return ""
-    mean = f"{values.mean():.3f}"
+    mean = f"{values.mean():{form}}"
     return mean if len(values) == 1 else f"{mean} +- {values.sem() * scipy.stats.t.ppf(0.975, len(values) - 1):.3f}"
 
 

@@ -374,7 +374,7 @@ def test_gains_of_seeds_are_in_bold_where_their_intervals_exclude_zero() -> None
     assert row["before"] == "0.200 +- 0.248" and row["after"] == "0.400 +- 0.000"  # 4.3027 * 0.1 / sqrt(3)
     assert row["each seed"] == "**+0.300**, **+0.200**, +0.100"
     (row,) = experiments.summary_of_gains(pd.DataFrame(rows[:1]))
-    assert row["gain"] == "0.300"
+    assert row["gain"] == "+0.300"
     assert [experiments.is_clear(ends) for ends in ((0.1, 0.2), (-0.2, -0.1), (-0.1, 0.1), (0.0, 0.1))] == [1, 1, 0, 0]
 
 
