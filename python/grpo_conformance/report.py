@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import html
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from grpo_conformance.run import ERROR, FAILS, PASSES, REPORTS, Convention, Invariant, Result
+from grpo_conformance.run import ERROR, FAILS, NOT_OFFERED, PASSES, REPORTS, Convention, Invariant, Result
 
 Results = Mapping[str, Sequence[Result]]  # by the adapter's name
 Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
@@ -58,7 +59,7 @@ def tables(results: Results, link: str = "{thread}") -> list[Table]:
 
 
 def text(results: Results) -> str:
-    """The tables for a terminal, with the sentence and the settings of each case that went wrong."""
+    """The tables for a terminal, with the settings of each case that went wrong, and why others were not run."""
     (_, _, invariants), (_, _, wrong), (_, _, conventions) = tables(results)
     cases = {one.case.name: one.case for of in results.values() for one in of if isinstance(one.case, Invariant)}
     width = max((len(name) for name, *_ in invariants), default=0)
@@ -70,6 +71,13 @@ def text(results: Results) -> str:
     for name, trainer, numbers, _ in wrong:
         cells = [f"{name}: {cases[name].title}", trainer, cases[name].settings, numbers]
         lines.append(" | ".join(cell for cell in cells if cell))
+    absent = defaultdict[tuple[str, str], list[str]](list)
+    for trainer, of in results.items():
+        for result in of:
+            if result.status == NOT_OFFERED:
+                absent[trainer, result.text].append(result.case.name)
+    lines += ["", "Not offered"] if absent else []
+    lines += [f"{trainer} | {reason} | {', '.join(names)}" for (trainer, reason), names in absent.items()]
     lines += ["", "Conventions", *(" | ".join(cells[:-1]) for cells in conventions)]
     return "\n".join(lines)
 

@@ -102,6 +102,15 @@ def test_what_is_written(files: dict[str, str], tmp_path: Path) -> None:
     assert "<td>masked-vote</td><td>mine&lt;b&gt;</td><td>row 1 is -31.67, not 1; row 2" in page
 
 
+def test_the_terminal_says_why_cases_are_not_offered(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    main([files["wrong"], files["right"]])
+    _, _, listed = capsys.readouterr().out.partition("Not offered\n")
+    reasons, _, _ = listed.partition("\n\n")
+    of_tokens = [case.name for case in INVARIANTS if case.method == "token_advantages"]
+    assert f"mine<b> | the adapter has no token_advantages | {', '.join(of_tokens)}, discount" in reasons.split("\n")
+    assert not any(line.startswith("plain |") for line in reasons.split("\n"))
+
+
 def test_an_introduction_is_kept(files: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text(f"# Title\n\nWords.\n\n{START}\n\nold tables\n")
