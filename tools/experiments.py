@@ -37,8 +37,8 @@ from grpo_trainer.report.run_folder import Evaluated, RunFolder
 from grpo_trainer.tasks import load_task
 from grpo_trainer.train import train
 
-QUALITY = ("reward", "sampled_reward", "exact", "pass@10")
-MEASURES = (*QUALITY, "pass@1", "semantic_diversity", "distinct_2", "self_bleu", "vendi", "cluster_entropy", "usq")
+CHANGES = ("reward", "sampled_reward", "exact", "pass@10", "semantic_diversity", "distinct_2", "self_bleu")
+MEASURES = (*CHANGES, "distinct_1", "pass@1", "vendi", "cluster_entropy", "usq")
 SFT = "SFT"
 
 
@@ -144,7 +144,7 @@ def figures(run: RunFolder, measure: Callable[[Evaluated], Mapping[str, float]] 
 
 
 def gains(title: str, before: Evaluated, after: Evaluated) -> list[dict[str, Any]]:
-    """Paired gains of a seed in the measures of quality; one is clear if its bootstrap interval excludes 0."""
+    """Paired gains of a seed in quality and diversity; one is clear if its bootstrap interval excludes 0."""
     measures = compare(before.content, after.content, before.solved).measures
     return [
         {
@@ -155,7 +155,7 @@ def gains(title: str, before: Evaluated, after: Evaluated) -> list[dict[str, Any
             "gain": d.change,
             "clear": is_clear(d.interval),
         }
-        for name in QUALITY
+        for name in CHANGES
         if (d := measures.get(name)) is not None
     ]
 
