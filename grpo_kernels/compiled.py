@@ -76,7 +76,8 @@ def _load(kind: type[_Library], name: str) -> tuple[_Library | None, str | None]
         if (other := _hidden_installation()) is not None:
             reason = f"not built in {FOLDER}, which hides the package in {other}; leave this folder"
             if (other / path.name).exists():  # else both have the reference alone
-                warnings.warn(f"grpo_kernels: the {name.upper()} kernels are {reason}", stacklevel=2)
+                # one text and place for the CPU's and CUDA's, so that Python shows it once
+                warnings.warn(f"grpo_kernels: the kernels are {reason}", stacklevel=1)
             return None, reason
         modes = "cpu or cuda" if name == "cpu" else name
         return None, f"not built; reinstall with GRPO_KERNELS_BUILD={modes}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -131,9 +131,13 @@ def test_a_checkout_that_hides_the_installed_package_says_so(tmp_path: Path, mon
     here = Path(gk.__file__).parent
     reason = f"not built in {here}, which hides the package in {tmp_path / 'grpo_kernels'}; leave this folder"
     assert error == reason
-    (tmp_path / "grpo_kernels" / "libgrpo_kernels_none.so").touch()
-    with pytest.warns(UserWarning, match=re.escape(f"grpo_kernels: the NONE kernels are {reason}")):
+    for name in ("none", "both"):
+        (tmp_path / "grpo_kernels" / f"libgrpo_kernels_{name}.so").touch()
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
         compiled._load(compiled.CpuLibrary, "none")
+        compiled._load(compiled.CudaLibrary, "both")
+    assert [str(warning.message) for warning in shown] == [f"grpo_kernels: the kernels are {reason}"]
 
 
 @pytest.mark.parametrize("content", [b"not a library", b""])
