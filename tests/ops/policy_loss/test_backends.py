@@ -9,6 +9,7 @@ backward pass that changes what the graph keeps.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -130,8 +131,11 @@ def test_segments_longer_than_a_block(backend: str, ratio: str, is_packed: bool)
 # Extremes
 
 
-@pytest.mark.parametrize("ratio", ["token", "sequence", "segment", "segment_mean"])
-@pytest.mark.parametrize("loss", ["clip", "sapo", "cispo"])
+RATIOS = ("token", "sequence", "segment", "segment_mean")
+LOSSES = [*itertools.product(("clip", "sapo", "cispo"), RATIOS), ("geo_mean", "token")]
+
+
+@pytest.mark.parametrize(("loss", "ratio"), LOSSES)
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @on_backends
 def test_a_ratio_beyond_the_largest_number_stops_there(backend: str, dtype: torch.dtype, loss: str, ratio: str) -> None:
@@ -142,7 +146,8 @@ def test_a_ratio_beyond_the_largest_number_stops_there(backend: str, dtype: torc
         "advantages": torch.tensor([1.0, 0.0], dtype=F64),
     }
     batch |= {"segments": torch.zeros(2, 3, dtype=torch.int32)} if ratio.startswith("segment") else {}
-    op = op_of(gk.LossConfig(loss=loss, ratio=ratio, aggregation="seq-mean-token-mean"))
+    aggregation = "seq-mean-token-sum" if loss == "geo_mean" else "seq-mean-token-mean"
+    op = op_of(gk.LossConfig(loss=loss, ratio=ratio, aggregation=aggregation))
     for sign in (1, -1):
         batch["advantages"] = sign * batch["advantages"]
         finite = run(op, batch, backend, dtype)
@@ -154,6 +159,21 @@ def test_a_ratio_beyond_the_largest_number_stops_there(backend: str, dtype: torc
         infinite[1] = -3000.0
         got = run(op, batch | {"old_logprobs": infinite}, backend, dtype)
         assert torch.equal(got["loss"], finite["loss"]) and torch.equal(got["d_logprobs"], finite["d_logprobs"])
+
+
+@pytest.mark.parametrize("name", ["advantages", "is_weights"])
+@pytest.mark.parametrize("loss", ["clip", "sapo", "cispo", "reinforce"])
+@on_backends
+def test_nothing_comes_of_a_token_outside_of_the_policy_mask(backend: str, loss: str, name: str) -> None:
+    batch = cases.padded(2, 3, 40, optional=("policy_mask", "is_weights"))
+    batch["advantages"] = batch["advantages"].reshape(3, -1).expand(3, 40).clone()
+    op, kept = op_of(gk.LossConfig(loss=loss)), batch["policy_mask"]
+    clean = run(op, batch, backend, F64)
+    for value in (NAN, INF):
+        spoilt = run(op, batch | {name: torch.where(kept, batch[name], value)}, backend, F64)
+        assert torch.equal(spoilt["loss"], clean["loss"])
+        assert torch.equal(spoilt["d_logprobs"], clean["d_logprobs"])
+    assert (kept & batch["mask"]).any() and (~kept & batch["mask"]).any()
 
 
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])

@@ -76,13 +76,17 @@ def forward(inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
     kept = valid if policy.policy_mask is None else valid & policy.policy_mask.reshape(-1)
     weight = _weights(rows, valid, policy.is_weights, logprobs.shape)
 
-    tokens = Tokens(valid, kept, lp, old, advantage)
+    def finite(values: Tensor | None) -> Tensor | None:
+        """Sets NaN and inf of tokens without a policy term to 0, as 0 times NaN is a gradient of NaN."""
+        return None if values is None else torch.where(kept | values.isfinite(), values, 0)
+
+    tokens = Tokens(valid, kept, lp, old, finite(advantage))
     terms = _ratios(rows, tokens, segments, plan)
     folds = plan.row.folds_weights and weight.of_rows is None
     outcome = plan.row.formula(Batch(rows, tokens, terms, weight.of_tokens if folds else None, plan))
     term = outcome.term
     if weight.of_tokens is not None and not folds:
-        term = term * weight.of_tokens
+        term = term * finite(weight.of_tokens)
     term = torch.where(terms.here & kept, term, 0)
     kl = _kl(lp, reference, terms, plan)
 
@@ -119,6 +123,8 @@ def _ratios(rows: TokenRows, tokens: Tokens, segments: Tensor | None, plan: Plan
     # a token that the old policy could not sample: far beyond where the ratio stops, but finite, also in sums of rows
     old = tokens.old.clamp(min=-math.sqrt(torch.finfo(lp.dtype).max))
     d, here, score = lp - old, valid, lp
+    if plan.row.is_of_rows:
+        return _geometric(rows, tokens, d, plan)
     if plan.ratio in (SEQUENCE, SEQUENCE_TOKEN):
         mean = rows.sum(torch.where(valid, d, 0)) / rows.sum(valid.to(d.dtype)).clamp(min=1)
         of_row = rows.spread(mean)
@@ -126,13 +132,16 @@ def _ratios(rows: TokenRows, tokens: Tokens, segments: Tensor | None, plan: Plan
     if plan.by_segment:
         here, joint = _joint(rows, valid, segments, plan)
         d, score = joint(d), joint(lp)
-    if plan.row.is_of_rows:
-        return _geometric(rows, tokens, plan)
-    d = d.clamp(plan.clamp_low, plan.clamp_high)
-    # An infinite ratio would make NaN of the terms that are clipped or have no advantage. Thousands at the limit have a
-    # finite sum.
-    limit = math.floor(math.log(torch.finfo(d.dtype).max)) - 8
-    return Terms(here, score, torch.where(d > limit, limit + (d - d.detach()), d).exp())
+    return Terms(here, score, _limited_exp(d.clamp(plan.clamp_low, plan.clamp_high)))
+
+
+def _limited_exp(log_ratio: Tensor) -> Tensor:
+    """Ratios that stop where thousands of them have a finite sum, and keep their gradient.
+
+    An infinite one would make NaN of the terms that are clipped or have no advantage.
+    """
+    limit = math.floor(math.log(torch.finfo(log_ratio.dtype).max)) - 8
+    return torch.where(log_ratio > limit, limit + (log_ratio - log_ratio.detach()), log_ratio).exp()
 
 
 def _joint(
@@ -161,9 +170,9 @@ def _joint(
     return is_last, joint
 
 
-def _geometric(rows: TokenRows, tokens: Tokens, plan: Plan) -> Terms:
+def _geometric(rows: TokenRows, tokens: Tokens, d: Tensor, plan: Plan) -> Terms:
     """GMPO: one term a row, whose ratio is the mean of log ratios that are clipped where that lowers the objective."""
-    valid, advantage, d = tokens.valid, tokens.advantage, tokens.lp - tokens.old
+    valid, advantage = tokens.valid, tokens.advantage
     clipped = d.clamp(-plan.low, plan.high)
     pessimistic = torch.where(advantage < 0, torch.maximum(d, clipped), torch.minimum(d, clipped))
     pessimistic = torch.where(advantage == 0, 0, pessimistic)
@@ -171,7 +180,7 @@ def _geometric(rows: TokenRows, tokens: Tokens, plan: Plan) -> Terms:
     mean = rows.sum(torch.where(valid, pessimistic, 0)) / count.clamp(min=1)
     spread = rows.spread(mean)
     at_end = valid & (torch.arange(len(d), device=d.device) == rows.spread(rows.last(valid)))
-    return Terms(at_end, d, spread.exp())
+    return Terms(at_end, d, _limited_exp(spread))
 
 
 def _kl(lp: Tensor, reference: Tensor | None, terms: Terms, plan: Plan) -> Tensor:
