@@ -64,7 +64,7 @@ class _Batch:
 
     def of_rows_or_tokens(self, name: str, values: Tensor) -> Tensor:
         checked = self.layout.per_row_or_token(name, values)
-        spread = checked.reshape(-1) if checked.shape == self.layout.shape else self.rows.spread(checked)
+        spread = checked.reshape(-1) if checked.shape == self.layout.shape else self.rows.spread(checked.reshape(-1))
         return torch.where(self.valid, spread, 0)
 
     def of_rows(self, name: str, values: Tensor, detach: bool = True) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -144,7 +145,7 @@ def linear_policy_loss(
     want_entropy = return_entropy or config.entropy_coef != 0
     check_entropy(layout, config, want_entropy)
     check_units(layout, config, policy, normalizer, want_entropy)
-    taught = _check_teacher(teacher, targets, inputs, lm_head, normalizer)
+    taught = _check_teacher(teacher, targets, inputs, lm_head, {"normalizer": normalizer, "weights": weights})
     call = _Call(layout, config, inputs, reference, policy, want_entropy, index, weight_grad, taught, targets.shape)
     if support is not None:
         is_low = memory if memory != "fast" else None
@@ -200,7 +201,7 @@ def _backend_of_loss(layout: Layout, of_head: str) -> str:
 
 
 def _check_teacher(
-    teacher: Teacher | None, targets: Tensor, head: Head, lm_head: LMHead, normalizer: Normalizer | None
+    teacher: Teacher | None, targets: Tensor, head: Head, lm_head: LMHead, divisors: Mapping[str, object]
 ) -> TeacherTokens | None:
     if teacher is None:
         return None
@@ -214,9 +215,10 @@ def _check_teacher(
             f"{_OP}: head.vocab_start must be None with teacher, whose ids may be columns of any rank, got "
             f"{lm_head.vocab_start}"
         )
-    if normalizer is not None and teacher.weights is None and teacher.normalizer is None:
+    given = [name for name, divisor in divisors.items() if divisor is not None]
+    if given and teacher.weights is None and teacher.normalizer is None:
         raise ValueError(
-            f"{_OP}: teacher.normalizer must be given with normalizer, as the teacher's tokens would be counted in "
+            f"{_OP}: teacher.normalizer must be given with {given[0]}, as the teacher's tokens would be counted in "
             "this call alone, got None; or give teacher.weights"
         )
     return tokens

@@ -61,8 +61,9 @@ class DistillationLoss(NamedTuple):
 
     Attributes:
         loss: scalar to call backward() on
-        divergence: of every token, in the shape of the tokens, without a gradient; 0 for tokens that do not count
-        mass: the student's probability of all the teacher's ids, likewise; 1 for a teacher's hidden states
+        divergence: of every token, in the shape of the tokens, without a gradient; 0 for tokens that do not count or
+            have a weight of 0
+        mass: the student's probability of all the teacher's ids, likewise; 1 where a teacher's hidden states count
     """
 
     loss: Tensor
