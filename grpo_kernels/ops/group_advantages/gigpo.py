@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import Tensor
 
 from grpo_kernels import checks
@@ -17,6 +19,7 @@ def gigpo_advantages(
     groups: int | Tensor,
     states: Tensor,
     *,
+    rollouts: Tensor | None = None,
     episode_weight: float = 1.0,
     step_weight: float = 1.0,
     config: AdvantageConfig | str = "grpo",
@@ -33,8 +36,10 @@ def gigpo_advantages(
         groups: prompt of each step, as in group_advantages
         states: integers [N], equal where steps of a prompt start from the same state; a negative one leaves the step
             out of the second comparison
+        rollouts: episode of each step as integers [N], which then counts once in the statistics of its prompt; None
+            counts every step, as published, so that long episodes weigh more
         episode_weight, step_weight: factors of the two advantages
-        config: how each is normalised, as in group_advantages
+        config: how each is normalised, as in group_advantages, without lengths and baselines
         backend: "kernel" or "reference"; None means the kernel where there is one
     """
     for name, weight in (("episode_weight", episode_weight), ("step_weight", step_weight)):
@@ -47,6 +52,10 @@ def gigpo_advantages(
     checks.constant(_OP, "step_returns", step_returns)
     checks.per_row(_OP, "states", states, checks.INTEGERS, episode_rewards)
     settings = AdvantageConfig.of(config, _OP)
-    episodes = group_advantages(episode_rewards, groups, config=settings, backend=backend).advantages
-    steps = group_advantages(step_returns, groups, subgroups=states, config=settings, backend=backend).advantages
+    if settings.needs_lengths or settings.needs_baselines:
+        wanted = "lengths" if settings.needs_lengths else "baselines"
+        raise ValueError(f"{_OP}: config must need no {wanted}, which steps do not have, got {settings.estimator!r}")
+    episodes = group_advantages(episode_rewards, groups, rollouts=rollouts, config=settings, backend=backend).advantages
+    alone = dataclasses.replace(settings, singleton="zero")
+    steps = group_advantages(step_returns, groups, subgroups=states, config=alone, backend=backend).advantages
     return episode_weight * episodes + step_weight * steps

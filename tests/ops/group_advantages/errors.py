@@ -122,6 +122,8 @@ ERRORS = [
             **each("episode_weight", "must be a finite number, got {}", INF),
             **each("step_weight", "must be a finite number, got {}", NAN),
             "config must be one of grpo ... 'gropo'": {"config": "gropo"},
+            "config must need no lengths, which steps do not have, got 'opo'": {"config": "opo"},
+            "config must need no baselines, which ... got 'remax'": {"config": "remax"},
             "step_returns must not require grad": {"step_returns": ONES.clone().requires_grad_()},
         },
     ),

@@ -219,6 +219,17 @@ def test_steps_have_the_advantages_of_their_episode_and_of_their_state() -> None
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+def test_an_episode_may_count_once_and_a_step_alone_in_its_state_has_no_advantage() -> None:
+    rewards, episodes = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0, 1, 1, 1])
+    alone = {"step_returns": torch.arange(4.0), "groups": 4, "states": torch.arange(4)}
+    for name in ("dr_grpo", "verl-grpo"):  # the latter gives a group of one row its reward
+        by_step = gk.gigpo_advantages(rewards, **alone, config=name)
+        torch.testing.assert_close(by_step, gk.group_advantages(rewards, 4, config=name).advantages)
+        got = gk.gigpo_advantages(rewards, **alone, rollouts=episodes, config=name)
+        torch.testing.assert_close(got, gk.group_advantages(rewards, 4, rollouts=episodes, config=name).advantages)
+        assert not torch.equal(got, by_step)
+
+
 def test_keys_are_numbered_by_first_appearance() -> None:
     keys = ["b", "a", "b", ("a", 1), 3, 3.0, "a", None, "1_10", "11_0"]
     got = gk.group_ids(keys)
