@@ -217,16 +217,18 @@ def available_kernels(device_index: int | None = None) -> dict[str, str]:
 class use_backend:
     """Runs every call that names no backend on this one, until the end of the block if there is one.
 
-    A call that it cannot run is refused. `gk.use_backend("kernel")` as a statement holds for the whole process;
-    `with gk.use_backend("kernel"):` for a block.
+    A call that it cannot run is refused; ops that are plain torch on every device run as ever. As a statement,
+    `gk.use_backend("kernel")` holds for the whole process; `with gk.use_backend("kernel"):` for a block.
     """
 
     def __init__(self, name: str) -> None:
         global _forced
-        self._before, _forced = _forced, _checked(name, "use_backend: name")
+        self._name = _checked(name, "use_backend: name")
+        self._before, _forced = _forced, self._name
 
     def __enter__(self) -> None:
-        return None
+        global _forced
+        _forced = self._name
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -94,9 +94,11 @@ def test_a_backend_for_a_block_or_for_the_process(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(backends, "_forced", None)
     gk.use_backend("reference")
     assert backends._forced == "reference"
-    with gk.use_backend("kernel"):
-        assert backends._forced == "kernel"
-    assert backends._forced == "reference"
+    block = gk.use_backend("kernel")
+    for _ in range(2):
+        with block:
+            assert backends._forced == "kernel"
+        assert backends._forced == "reference"
 
 
 def test_a_refused_choice_names_the_setting_that_made_it() -> None:

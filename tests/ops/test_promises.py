@@ -95,6 +95,14 @@ def test_results_repeat_bit_for_bit(name: str, backend: str, unordered: None) ->
         assert_same_bits(run(op, inputs, backend, op.working), first)
 
 
+@on_each
+def test_the_default_device_changes_nothing(name: str, backend: str) -> None:
+    op, inputs = drawn(name)
+    expected = run(op, inputs, backend, op.working)
+    with torch.device("meta"):
+        assert_same_bits(run(op, inputs, backend, op.working), expected)
+
+
 @functools.cache
 def threads_change_products() -> bool:
     """Whether torch's own products have other bits with more threads, as MKL's have on some CPUs of AMD."""

@@ -1,4 +1,4 @@
-"""Errors of gk.variants and token_shares: the function, the argument, the rule and the value; and inputs they accept.
+"""Errors of gk.variants, token_shares and rollout_logprobs: the function, the argument, the rule, the value; and inputs.
 
 Tensors of another dtype, shape or device are those of tests/ops/test_promises.py.
 """
@@ -29,6 +29,7 @@ GVPO = functools.partial(variants.gvpo_loss, LP, LP, ROWS)
 REAL = functools.partial(variants.real_loss, LP, LP, ROWS, 2)
 FLOWRL = functools.partial(variants.flowrl_loss, LP, LP, LP, ROWS)
 SHARES = functools.partial(gk.token_shares, torch.ones(2, 3))
+RATIOS = functools.partial(gk.rollout_logprobs, LP, rollouts=torch.tensor([0, 0, 1, 1]))
 FLAT = functools.partial(gk.token_shares, torch.ones(4))
 NORM = "seq-mean-token-sum-norm"
 
@@ -58,6 +59,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (FLOWRL, {"log_z": torch.ones(4, 2)}, "log_z must have shape [4], got [4, 2]"),
     (FLOWRL, {"log_z": ROWS, "clip": "mean"}, "clip must be one of product, geometric, logprob, got 'mean'"),
     (FLOWRL, {"log_z": ROWS, "ratio_cap": -1.0}, "ratio_cap must be a finite number above 0, got -1.0"),
+    (RATIOS, {"old_logprobs": None}, "old_logprobs must be a tensor, got NoneType"),
     (SHARES, {"aggregation": "local-token-mean"}, "aggregation must be one of token-mean, "),
     (SHARES, {"aggregation": NORM, "max_length": 0}, "max_length must be at least 1, got 0"),
     (SHARES, {"aggregation": NORM, "max_length": "a"}, "max_length must be an int, got str 'a'"),
@@ -79,7 +81,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 @pytest.mark.parametrize(("call", "options", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_bad_arguments(call: Any, options: dict[str, Any], message: str) -> None:
     name = call.func.__name__
-    prefix = f"{name}: " if call.func is gk.token_shares else f"variants.{name}: "
+    prefix = f"variants.{name}: " if hasattr(variants, name) else f"{name}: "
     with pytest.raises((TypeError, ValueError), match="^" + re.escape(prefix + message)):
         call(**options)
 

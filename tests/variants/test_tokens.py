@@ -88,6 +88,16 @@ def test_a_choice_does_not_depend_on_padding(name: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-15)
 
 
+@pytest.mark.parametrize("name", ["off_policy_mask", "clip_cov_weights", "kl_cov_penalty", "future_kl_weights"])
+def test_advantages_may_be_a_column_where_packed_rows_have_a_token_each(name: str) -> None:
+    batch = {key: value[:3].flatten()[:120:40].clone() for key, value in draw().items()} | {
+        "mask": torch.ones(3).bool()
+    }
+    bounds = torch.arange(4)
+    got = FUNCTIONS[name](batch | {"advantages": batch["advantages"][:, None]}, cu_seqlens=bounds)
+    assert torch.equal(got, FUNCTIONS[name](batch, cu_seqlens=bounds))
+
+
 # Masks
 
 

@@ -121,7 +121,7 @@ def _of_batch(endpoints: Tensor, tokens: Tensor) -> dict[str, float]:
 
 def _of_rows(endpoints: Tensor, tokens: Tensor) -> dict[str, float]:
     compression = 1 - endpoints / tokens.clamp(min=1)
-    quarters = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    quarters = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64, device=endpoints.device)
     percentiles = endpoints.quantile(quarters).tolist() if len(endpoints) else [math.nan] * 3
     return (
         _spread("endpoint_count", endpoints)

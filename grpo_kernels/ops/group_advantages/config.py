@@ -126,6 +126,8 @@ _ESTIMATORS: dict[str, dict[str, Any]] = {
 class AdvantageConfig(PlannedConfig):
     """How rewards become advantages. A field left at ``None`` takes the estimator's value.
 
+    `dataclasses.replace` keeps all other fields, so make a new config to change the estimator.
+
     Args:
         estimator: starting point, one of AdvantageConfig.names()
         center: what is subtracted: "none", "mean", "leave_one_out", "length" (token-weighted mean), "baseline" (one

@@ -160,8 +160,10 @@ class ValueTracker(_Running):
             if drift.shape not in (values.shape, ()):
                 raise ValueError(f"ValueTracker.step: drift must have shape [{len(values)}], got {list(drift.shape)}")
             drift = drift.detach().to(values)
+        drift = torch.zeros_like(values) + drift
+        checks.values("ValueTracker.step", "drift", "not be NaN", drift.isnan(), drift)
         scored = ~values.isnan()
-        rho = torch.exp2(-(torch.zeros_like(values) + drift) / self.half_life).clamp(self.rho_min, self.rho_max)
+        rho = torch.exp2(-drift / self.half_life).clamp(self.rho_min, self.rho_max)
         rho = torch.where(scored, rho, 1.0)
         weight = 1 / (1 - self.rho_min)
         sides = ((0, self.prior, values), (1, 1 - self.prior, 1 - values))

@@ -144,7 +144,8 @@ def _check_banned(banned: Any, weight: Tensor, is_split: bool) -> Tensor | None:
     """Ids in ascending order."""
     if banned is None:
         return None
-    checks.tensor(_WHERE, "banned", banned, (torch.bool, *checks.INTEGERS))
+    # no uint8, which other arguments take as a mask
+    checks.tensor(_WHERE, "banned", banned, (torch.bool, torch.int64, torch.int32))
     checks.same_device(_WHERE, "banned", banned, weight.device)
     if banned.dtype == torch.bool:
         if is_split:

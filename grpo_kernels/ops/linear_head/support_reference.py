@@ -62,7 +62,7 @@ def _sums(factors: Tensor, matrix: Tensor, places: Tensor, bounds: Tensor) -> Te
             places, wide(matrix), bounds, mode="sum", per_sample_weights=factors, include_last_offset=True
         )
     result = factors.new_zeros(len(bounds) - 1, matrix.shape[1])
-    own = torch.searchsorted(bounds[1:], torch.arange(len(places)), right=True)
+    own = torch.searchsorted(bounds[1:], torch.arange(len(places), device=bounds.device), right=True)
     for part in _chunks(len(places), matrix):
         result.index_add_(0, own[part], wide(matrix.index_select(0, places[part])) * factors[part, None])
     return result

@@ -103,8 +103,11 @@ class Layout:
         return self.number(value.reshape(()), detach=True)
 
     def ids(self, name: str, value: Tensor | None) -> Tensor | None:
+        """Places in a row, as int32; larger ones stay too large, which the kernels refuse."""
         value = self.per_token(name, value, checks.INTEGERS)
-        return None if value is None else value.int()
+        if value is None:
+            return None
+        return (value.clamp(max=2**31 - 1) if value.dtype == torch.int64 else value).int()
 
     def constants(self, name: str, value: Tensor | None) -> Tensor | None:
         value = self.per_token(name, value, _NUMBERS)

@@ -48,6 +48,7 @@ def rollout_logprobs(
     own = rows.counts(valid)
     ids = checks.per_row(_OP, "rollouts", rollouts, checks.INTEGERS, own).long()
     lp = torch.where(valid, layout.number(logprobs).reshape(-1), 0)
+    checks.tensor(_OP, "old_logprobs", old_logprobs, checks.FLOATS)
     old = torch.where(valid, cast(Tensor, layout.floats("old_logprobs", old_logprobs)).reshape(-1), 0)
     old = old.clamp(min=-math.sqrt(torch.finfo(lp.dtype).max))  # where the old policy could not sample: far, but finite
     ranks = RankRows(rows.count, logprobs.device, process_group)

@@ -53,7 +53,7 @@ def sampling_correction(
             itself, and is left out of the metrics of the mismatch
         mask: tokens that take part; None means all. Masked slots may hold NaN
         cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input
-        rollouts: integer ids [B]; the rows of one id are weighed, rejected and counted as one row
+        rollouts: integer ids [B]; the rows of one id are weighed, rejected and counted as one row, and must all be here
         config: weights and rejections; None means neither, only the metrics
         group: a torch.distributed process group whose batches count as one for m2_threshold and batch_normalize; None
             means this batch alone
@@ -91,7 +91,7 @@ def _check_old(old: Tensor, valid: Tensor | None, bounds: Tensor | None) -> None
         return
     counts = torch.ones_like(old, dtype=torch.bool) if valid is None else valid
     if bounds is not None:
-        counts = counts & (torch.arange(len(old)) < bounds[-1])
+        counts = counts & (torch.arange(len(old), device=old.device) < bounds[-1])
     checks.values(_OP, "old_logprobs", "not be NaN where a token takes part", old.isnan() & counts, old)
 
 

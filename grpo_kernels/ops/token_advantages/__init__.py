@@ -78,6 +78,8 @@ def token_advantages(
     if turns is not None:
         turns = _per_token("turns", turns, checks.INTEGERS, rewards)
         mask = (mask & (turns >= 0)).contiguous()
+        if turns.dtype == torch.int64:  # the kernels compare int32
+            checks.values(_OP, "turns", "be below 2**31", mask & (turns >= 2**31), turns)
         turns = turns.int().contiguous()
     if cu_seqlens is not None:
         checks.tensor(_OP, "cu_seqlens", cu_seqlens, (torch.int64, torch.int32))

@@ -36,6 +36,8 @@ _ESTIMATORS: dict[str, dict[str, Any]] = {
 class TokenAdvantageConfig(PlannedConfig):
     """How rewards and values of tokens become advantages. A field left at ``None`` takes the estimator's value.
 
+    `dataclasses.replace` keeps all other fields, so make a new config to change the estimator.
+
     Args:
         estimator: "gae" compares lambda-returns with a critic's values; "reinforce_plus_plus" and "reinforce" use the
             returns themselves, the latter without whitening

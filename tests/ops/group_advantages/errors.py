@@ -157,6 +157,7 @@ ERRORS = [
         ValueError,
         {
             **each("drift", "must have shape [6], got {}", ONES[:3]),
+            "drift must not be NaN, got nan at [0]": {"drift": NAN},
             "rewards must be within [0, 1], or NaN, got -1.0 at [0]": {"rewards": -ONES},
         },
     ),

@@ -185,6 +185,7 @@ ERRORS = [
             },
             "softcap must be a number, got str '9'": {"softcap": "9"},
             "banned must be of dtype ... got torch.float32": {"banned": BIAS},
+            "banned must be of dtype bool or int64 or int32, got torch.uint8": {"banned": BIAS.byte()},
             "banned must be ids with vocab_start ... got a mask": {"banned": BIAS.bool(), **SPLIT},
             "vocab_start must be an int, got float 1.0": SPLIT | {"vocab_start": 1.0},
         },

@@ -208,7 +208,8 @@ def test_segments_that_do_not_ascend_are_refused(backend: str, ratio: str) -> No
     batch["segments"] = torch.arange(70).div(7, rounding_mode="floor").repeat(3, 1)
     op = op_of(gk.LossConfig(ratio=ratio))
     want = run(op, batch, backend, F32)
-    for wrong in (torch.arange(70).flip(0), torch.arange(70) // 7 + 61):  # one descends, one reaches the row's length
+    # one descends, one reaches the row's length, and one ascends in its low 32 bits
+    for wrong in (torch.arange(70).flip(0), torch.arange(70) // 7 + 61, torch.arange(70) // 7 + 2**32):
         segments = batch["segments"].clone()
         segments[2] = wrong
         with pytest.raises(RuntimeError, match="policy_loss: segments must ascend from 0 along each row"):

@@ -34,6 +34,7 @@ ERRORS = [
             **each("rewards", "must have shape [B, T], or [M] with cu_seqlens, got {}", TOKENS[0], TOKENS[None]),
             **each("cu_seqlens", "must have shape [B + 1], got {}", INTS[:1, :2], INTS[0, :0], **PACKED),
             "values must be given for estimator 'gae', got None": {"values": None},
+            "turns must be below 2**31, got 4294967296 at [0, 0]": {"turns": INTS.long() + 2**32},
             "values must be left out for estimator 'reinforce', got Tensor": {"config": "reinforce"},
             "config must be one of gae, ... got 'gea' (did you mean 'gae'?)": {"config": "gea"},
         },
