@@ -320,7 +320,11 @@ def policy_loss() -> str:
         [
             table(("field of `LossConfig`", "values"), choices),
             loss_rows(trl, "`LossConfig.trl(loss_type=...)`, with TRL's defaults.", "TRL's `loss_type`"),
-            loss_rows(verl, "`LossConfig.verl(loss_mode=...)`, with verl's defaults; `dro_beta` has none.", "verl's `loss_mode`"),
+            loss_rows(
+                verl,
+                "`LossConfig.verl(loss_mode=...)`, with verl's defaults; `dro_beta` has none.",
+                "verl's `loss_mode`",
+            ),
             table(("refused `loss_mode`", "instead"), refused),
         ]
     )

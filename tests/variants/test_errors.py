@@ -1,4 +1,4 @@
-"""Errors of gk.variants, token_shares and rollout_logprobs: the function, the argument, the rule, the value; and inputs.
+"""Errors of gk.variants, token_shares, rollout_logprobs: the function, the argument, the rule, the value; and inputs.
 
 Tensors of another dtype, shape or device are those of tests/ops/test_promises.py.
 """
