@@ -91,7 +91,10 @@ class Layout:
 
     def flags(self, name: str, value: Tensor | None) -> Tensor | None:
         value = self.per_token(name, value, (torch.bool, *_NUMBERS))
-        return value if value is None or value.dtype == torch.bool else value != 0
+        if value is None or value.dtype != torch.bool:
+            return None if value is None else value != 0
+        # autograd saves masks, but none from inference mode, in which rollouts are often scored
+        return value.clone() if not torch.compiler.is_compiling() and value.is_inference() else value
 
     def scalar(self, name: str, value: Tensor | None) -> Tensor | None:
         if value is None:

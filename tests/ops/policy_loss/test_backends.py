@@ -221,6 +221,23 @@ def test_segments_that_do_not_ascend_are_refused(backend: str, ratio: str) -> No
 # Arguments that are the same
 
 
+@on_backends
+def test_all_but_log_probs_may_come_from_inference_mode(backend: str) -> None:
+    """Old log-probs, masks and advantages are often made in it, and autograd saves none of its tensors."""
+    optional = ("policy_mask", "ref_logprobs", "is_weights", "weights", "segments")
+    batch = {name: value.to(device_of(backend)) for name, value in cases.padded(1, 4, 9, optional=optional).items()}
+    config = gk.LossConfig(ratio="segment", kl="k3", kl_coef=0.1)
+
+    def gradient(batch: Inputs) -> Tensor:
+        leaf = batch["logprobs"].clone().requires_grad_()
+        loss = gk.policy_loss(**batch | {"logprobs": leaf}, config=config, backend=backend).loss
+        return torch.autograd.grad(loss, leaf)[0]
+
+    with torch.inference_mode():
+        scored = {name: value.clone() for name, value in batch.items()}
+    assert torch.equal(gradient(scored | {"logprobs": batch["logprobs"]}), gradient(batch))
+
+
 @pytest.mark.parametrize("unit", ["tokens", "rows", "segments"])
 @on_backends
 def test_a_normalizer_may_be_a_number_a_tensor_or_named(backend: str, unit: str) -> None:
