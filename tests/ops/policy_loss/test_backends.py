@@ -224,9 +224,9 @@ def test_segments_that_do_not_ascend_are_refused(backend: str, ratio: str) -> No
 @on_backends
 def test_all_but_log_probs_may_come_from_inference_mode(backend: str) -> None:
     """Old log-probs, masks and advantages are often made in it, and autograd saves none of its tensors."""
-    optional = ("policy_mask", "ref_logprobs", "is_weights", "weights", "segments")
+    optional = ("policy_mask", "ref_logprobs", "is_weights", "weights")
     batch = {name: value.to(device_of(backend)) for name, value in cases.padded(1, 4, 9, optional=optional).items()}
-    config = gk.LossConfig(ratio="segment", kl="k3", kl_coef=0.1)
+    config = gk.LossConfig(kl="k3", kl_coef=0.1)
 
     def gradient(batch: Inputs) -> Tensor:
         leaf = batch["logprobs"].clone().requires_grad_()
