@@ -25,6 +25,7 @@ pytest.importorskip("vaderSentiment")
 
 from grpo_trainer import recipes, rewards
 from grpo_trainer.calibration import calibrate
+from grpo_trainer.evaluate import _grade
 from grpo_trainer.pretrained import load_lm
 from grpo_trainer.recipe import Data, Model, Reward
 from grpo_trainer.rewards import LoadedReward, RewardError, load_reward, reward_model, score
@@ -114,9 +115,16 @@ GOLD = "yes, i have two dogs."
 FILM = "I watched all of that film"
 HASHED = {"embedder": "hashed"}
 OPTIONS: dict[str, dict[str, Any]] = {"gsm8k": ALL, "reply": HASHED, "diversity": HASHED}
-COLUMNS = {"gsm8k": {"answer": "4 * 18 = 72. #### 72"}, "reply": {"post": POST}, "dialogue": {"answer": GOLD}}
+COLUMNS: dict[str, dict[str, Any]] = {
+    "exact": {"answer": 72},
+    "gsm8k": {"answer": "4 * 18 = 72. #### 72"},
+    "reply": {"post": POST},
+    "dialogue": {"answer": GOLD},
+}
 # The value of a part of the responses. Of gsm8k, whatever follows the answer is no solution, and brackets are not read.
 PARTS: list[tuple[str, str, float, list[str]]] = [
+    ("exact", "correct", 1, ["#### 72", "#### 1 #### 72 "]),
+    ("exact", "correct", 0, ["72", "#### 72.", "#### 27"]),
     ("gsm8k", "correct", 1, ["#### 72", "#### 1 #### $72."]),
     ("gsm8k", "correct", 0, ["72 is not it. #### 27", "#### 72.5"]),
     ("gsm8k", "format", 1, ["#### 72", "#### 5"]),
@@ -307,6 +315,14 @@ def test_means_are_those_of_the_scored_responses_and_rewards_are_told_apart() ->
         assert made(name).__name__ == name
 
 
+@pytest.mark.parametrize("others", [[], [LoadedReward(Reward(name=f"{__name__}:mine"), lambda **_: [1.0] * 3)]])
+@pytest.mark.parametrize("weight", [0.5, 1.0])
+def test_exact_decides_correctness_whatever_its_weight_and_company(others: list[LoadedReward], weight: float) -> None:
+    loaded = [load_reward(Reward(name="exact", weight=weight)), *others]
+    totals, correct, *_ = _grade(rollout(["#### 4", "4", ""], answer="4"), loaded, 1.0)
+    assert correct == [1, 0, 0] and totals == [weight + len(others), *[float(len(others))] * 2]
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -352,10 +368,9 @@ def test_the_threshold_is_the_quantile_of_the_demonstrations_rewards() -> None:
     for text, reward, message in (
         (None, LETTERS, "evaluation.solved_quantile: needs the column 'demonstration'.* got 1"),
         ("?", LETTERS, "evaluation.solved_quantile: needs demonstrations with a reward, got none"),
-        (
-            "#### 3",
-            load_reward(Reward(name="gsm8k")),
-            "must be null with the reward 'gsm8k', which reports correctness",
+        *(
+            ("#### 3", load_reward(Reward(name=name)), f"must be null with the reward '{name}', which reports corr")
+            for name in ("exact", "gsm8k")
         ),
     ):
         with pytest.raises(ValueError, match=message):
