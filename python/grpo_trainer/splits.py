@@ -213,11 +213,15 @@ def _read_csv(path: Path) -> list[Item]:
     """Rows of a file with a header; a column holds numbers if all its values are, and an empty value is None."""
     import pandas  # comes with datasets, as pyarrow does
 
-    frame = pandas.read_csv(path, keep_default_na=False, encoding="utf-8-sig")
+    # nullable types, as NaN would turn integers beside it into floats
+    types = {"na_values": [""], "keep_default_na": False, "dtype_backend": "numpy_nullable"}
+    frame = pandas.read_csv(path, encoding="utf-8-sig", **types)
     if not isinstance(frame.index, pandas.RangeIndex):  # pandas takes the first values as names of the rows
         raise ValueError("rows must have as many values as the header, got more; texts with a comma need quotes")
     rows = frame.to_dict("records")
-    return [{str(name): None if value == "" else value for name, value in row.items()} for row in rows]
+    return [
+        {str(name): None if pandas.isna(value) or value == "" else value for name, value in row.items()} for row in rows
+    ]
 
 
 def _read_parquet(path: Path) -> list[Item]:
