@@ -393,6 +393,7 @@ RESPONSES = ["it is a cat", "a cat it is", "it", "", "a cat " * 9, "it is a cat"
 PLAIN = "{prompt} : {response}"
 READ = [f"{prompt} : {response}" for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
 WORDS = ["<unk>", "<end>", "what", "is", "this", "say", "more", "it", "a", "cat", ":", "user", "assistant"]
+TURN = "assistant : it is <end>"
 CHAT = "{% for m in messages %}{{ m.role + ' : ' + m.content + ' <end> ' }}{% endfor %}"
 
 
@@ -453,6 +454,13 @@ def test_the_text_that_is_read(folder: Path) -> None:
     want, unended = logits_of(folder / "chat", f"{text} <end>", text)
     assert model_reward(folder / "chat")(PROMPTS[:1], RESPONSES[:1]) == pytest.approx([want], abs=1e-5)
     assert want != pytest.approx(unended, abs=1e-3)
+    # the turns of a chat keep their roles
+    chat = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    want, *_ = logits_of(folder / "chat", f"user : user <end> assistant : assistant <end> user : user <end> {TURN}")
+    loaded = load_reward(Reward(name="reward_model", options={"path": str(folder / "chat")}))
+    assert score([loaded], rollout(["it is"], prompt=chat)).values.tolist() == [[pytest.approx(want, abs=1e-5)]]
+    plain = model_reward(folder / "plain", template="{prompt} {response}")
+    assert plain._tokenizer.decode(plain._ids(chat, "it")) == "user assistant user it"
     # braces are left alone
     reward = model_reward(folder / "plain", template="{x} {prompt} : {response}")
     read = reward._tokenizer.decode(reward._ids("{response} a", "{prompt} it"))

@@ -281,14 +281,13 @@ def _call(
     as_texts: dict[str, Any] = {"prompts": [prompt_text(prompt) for prompt in prompts], "completions": texts}
     if isinstance(function, WeightedReward):
         return function.graded(**as_texts, **columns)
-    arguments = as_texts
+    completions: list[Any] = texts
     if not isinstance(function, BundledReward):  # TRL's arguments: prompts of messages are answered by messages
         completions = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        arguments = {"prompts": prompts, "completions": completions}
-    values: Any = function(**arguments, **columns)
+    values: Any = function(prompts=prompts, completions=completions, **columns)
     if inspect.iscoroutine(values):
         values.close()  # or Python warns that nothing awaited it
         rule = "must be a function that is not async, got a coroutine; call asyncio.run in it"
