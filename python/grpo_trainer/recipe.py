@@ -306,7 +306,7 @@ class Algorithm(Section):
     epsilon: NonNegativeFloat | None = None
     """clip range below the ratio 1, and above it too unless epsilon_high is given; null: of name"""
     epsilon_high: NonNegativeFloat | None = None
-    """clip range above the ratio 1; null: epsilon, or that of name"""
+    """clip range above the ratio 1, with cispo the largest ratio; null: epsilon, or that of name"""
     advantage: dict[str, Any] = {}
     """fields of grpo_kernels.AdvantageConfig, over those of name"""
     loss: dict[str, Any] = {}

@@ -85,6 +85,13 @@ def test_beta_and_epsilon_mean_what_they_mean_in_trl() -> None:
     assert loss(beta=0.0, epsilon_high=0.3) == loss(name="dapo", epsilon_high=0.3) == "clip_high=0.3"
     of_gspo = "ratio=sequence, clip_low=0.0003, clip_high=0.5, aggregation=seq-mean-token-mean"
     assert loss(name="gspo", epsilon_high=0.5) == of_gspo
+    # cispo caps the ratio at epsilon_high
+    assert loss(name="cispo") == "loss=cispo, clip_low=None, clip_high=4.0"
+    for of_trl in ({"epsilon": 0.2, "epsilon_high": 5.0}, {"epsilon_high": 3.0}):
+        theirs = gk.LossConfig.trl(loss_type="cispo", **of_trl)
+        for of_ours in ({"name": "cispo"}, {"loss": {"loss": "cispo"}, "beta": 0.0}):
+            config = Plan.of(validated(Rl, {"algorithm": of_ours | of_trl})).loss
+            assert (config.clip_low, config.clip_high) == (theirs.clip_low, theirs.clip_high)
     for aggregation, length in (({}, 9), ({"aggregation": "token-mean"}, None)):
         algorithm = {"name": "dr_grpo", "loss": aggregation}
         rl = validated(Rl, {"algorithm": algorithm, "rollout": {"max_completion_length": 9}})
@@ -265,6 +272,7 @@ MISTAKES = [
     # settings that an algorithm does not use
     ("rl.algorithm.loss.clip_hihg=0.3", "rl.algorithm.loss.clip_hihg: no such key; the nearest is 'clip_high'"),
     ("rl.algorithm.loss.clip_high=0.3", ".*clip_high: must be left out, got 0.3; set algorithm.epsilon_high: 0.3"),
+    ("rl.algorithm={name: cispo, epsilon: 0.2}", ".*epsilon: must be left out without epsilon_high, .* 'cispo'$"),
     ("rl.algorithm={loss: {kl: none}, beta: 0.1}", ".*beta: must be 0 with loss.kl: none, got 0.1 with 'grpo'$"),
     ("rl.algorithm={loss: {kl: k1}, beta: 0.0}", ".*loss.kl: must be left out with beta: 0, got 'k1' with 'grpo'$"),
     ("rl.algorithm.similarity.config.linkag=x", ".*similarity.config.linkag: .* nearest is 'linkage'"),
