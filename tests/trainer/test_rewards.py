@@ -332,6 +332,8 @@ def test_exact_decides_correctness_whatever_its_weight_and_company(others: list[
         (lambda **_: [0.0, math.nan], r"mine' must be a finite number or None, got nan for response 1"),
         (lambda **_: [1.0], r"mine' must return one value for each of 2 responses, got 1"),
         (lambda **_: 1.0, r"mine' must return one value for each of 2 responses, got float"),
+        (lambda **_: {"a": 1, "b": 2}, r"mine' must return one value for each of 2 responses, got dict \{'a': 1"),
+        (lambda **_: {1, 2}, r"mine' must return one value for each of 2 responses, got set \{1, 2\}"),
         (late, r"mine' must be a function that is not async"),
         (lambda **_: time.sleep(9), r"mine' raised TimeoutError: no result within 0.05 s \(rewards.timeout\)"),
     ],

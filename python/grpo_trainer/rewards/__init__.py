@@ -11,7 +11,7 @@ import inspect
 import math
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -292,7 +292,7 @@ def _call(
         values.close()  # or Python warns that nothing awaited it
         rule = "must be a function that is not async, got a coroutine; call asyncio.run in it"
         raise RewardError(f"reward {settings.name!r} {rule}")
-    if not isinstance(values, Iterable):
+    if not isinstance(values, Iterable) or isinstance(values, Mapping | Set):  # whose keys would be the rewards
         got = f"{type(values).__name__} {values!r}"
         raise RewardError(
             f"reward {settings.name!r} must return one value for each of {len(texts)} responses, got {got}"
