@@ -21,8 +21,8 @@ from grpo_trainer.tasks import Item, Splits
 def load_splits(data: Data, seed: int) -> Splits:
     """Generates the splits of the bundled task, or reads them, and fills the templates.
 
-    Lines for SFT have the text to train on in "demonstration"; a line whose demonstration is a list becomes one for
-    each element.
+    All lines of a split have the same columns. Lines for SFT have the text to train on in "demonstration"; a line whose
+    demonstration is a list becomes one for each element.
     """
     splits = _read(data) if data.task is None else tasks.make(data.task, seed, data.options)
     lines_of = {**vars(splits), "sft": demonstrated(data, "sft", splits.sft)}
@@ -38,7 +38,15 @@ def load_splits(data: Data, seed: int) -> Splits:
                 check_prompt("data.prompt", where, line[data.prompt])
     for name in ("sft", "train"):
         lines_of[name] = lines_of[name][: data.limit]
+    for name in ("sft", "train", "validation", "test"):
+        lines_of[name] = _with_all_columns(lines_of[name])
     return Splits(**lines_of)
+
+
+def _with_all_columns(lines: Sequence[Item]) -> list[Item]:
+    """The lines, with None in each column that other lines of the split have: rewards take columns by their names."""
+    absent = dict.fromkeys(name for line in lines for name in line)
+    return [absent | line for line in lines]
 
 
 def require_lines(recipe: Recipe, splits: Splits) -> None:

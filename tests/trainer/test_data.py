@@ -121,6 +121,7 @@ def test_each_element_of_a_list_is_a_demonstration(tmp_path: Path) -> None:
     lines = [*TALKS, {"question": "without"}, {"question": "null", "answers": None}]
     settings = data(tmp_path, lines, prompt="question", demonstration="answers")
     splits = load_splits(settings, 0)
+    lines = [{"answers": None, "n": None} | line for line in lines]  # a reward gets a column that a step's lines lack
     assert pairs(settings) == expected and splits.train == lines  # the rewards read the list
     assert [item["answers"] for item in splits.sft] == [TALKS[0]["answers"]] * 2 + [TALKS[1]["answers"]]
     assert corpus_of(settings, splits)[-3:] == [text for _, text in expected]
