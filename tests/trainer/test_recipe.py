@@ -318,6 +318,14 @@ MISTAKES = [
     ("data={task: null, train: lines.jsonl}", "data.demonstration: must have a column of some line, got 'de"),
     ("data={task: null, train: lines.jsonl, demonstration_template: '{n}'}", ".*must have .*, got 'n', which are null"),
     (ONLY_SFT + "test: lines.jsonl}", r".*'exact' needs the column 'answer'; .*; set evaluation\.rewards for others"),
+    (
+        "sft=null + data={task: null, train: lines.jsonl, test: lines.jsonl} + evaluation.solved_quantile=0.5",
+        "evaluation.solved_quantile: needs the column 'demonstration' .*, got 0 lines without it",
+    ),
+    (
+        "rl.rewards=[{name: exact}] + evaluation.solved_quantile=0.5",
+        "evaluation.solved_quantile: must be null with the reward 'exact', which reports correctness",
+    ),
     # it is evaluated before and after all the same
     ("evaluation.every=0 + " + ONLY_SFT + "validation: lines.jsonl}", ".*: 'exact' needs the column 'answer'"),
     ("model.max_prompt_length=2", r"data: sft has no usable line; prompts left out: .* model\.max_prompt_length, 2"),
