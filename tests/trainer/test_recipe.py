@@ -62,6 +62,9 @@ def test_files_overrides_and_numbers_are_merged(tmp_path: Path) -> None:
     assert (recipe.rl.steps, recipe.rl.num_iterations, recipe.rl.algorithm.name) == (4, 3, "dapo")
     assert recipe.rl.rewards[0].weight == 1.0 and len(recipe.rl.rewards) == 1 and recipe.rl.algorithm.loss == {}
     assert validated(Recipe, json.loads(json.dumps(recipe.model_dump()))) == recipe
+    (tmp_path / "long.yaml").write_text("rl: {rollout: {min_completion_length: 13, max_completion_length: 20}}")
+    smoke = load(tmp_path / "long.yaml", smoke=True)
+    assert smoke.rl is not None and smoke.rl.rollout.max_completion_length == 12
     # at the edge of a rule
     edge, made = "rl.rollout={engine: vllm} + rl.rollout.vllm.max_model_len=544", dict[str, Any]()
     edge += " + rl.algorithm.similarity={gpus_per_worker: 0.5, workers: 1} + evaluation.max_completion_length=3"
