@@ -208,6 +208,11 @@ def check_packages(recipe: Recipe) -> Plan | None:
     if rl is None:
         return None
     plan = Plan.of(rl)
+    if recipe.model.reference_model_path is not None and not plan.needs_reference:
+        raise ValueError(
+            "model.reference_model_path: must be null without a KL term, which rl.algorithm.beta adds, got "
+            f"{recipe.model.reference_model_path!r} with {rl.algorithm.name!r}"
+        )
     if rl.rollout.engine == "vllm":
         engine.check_installed("rl.rollout", rl.rollout)
         engine.check_loss("rl", plan.loss, plan.correction)

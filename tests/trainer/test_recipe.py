@@ -72,6 +72,10 @@ def test_files_overrides_and_numbers_are_merged(tmp_path: Path) -> None:
         override(made, assignment)
     recipe = validated(Recipe, made)
     assert recipe.max_completion_length == 3 and str(recipe.folder) == "x/a-3"
+    of_home = {"output": "~/x", "model": {"path": "~/m"}, "data": {"task": None, "train": "~/d", "test": "~/t"}}
+    recipe = validated(Recipe, of_home)
+    paths = (str(recipe.folder), recipe.model.path, recipe.data.train, recipe.data.test)
+    assert paths == tuple(str(Path.home() / name) for name in "xmdt")
     assert {str(validated(Recipe, {"name": "a", "seed": seed}).folder) for seed in (0, 1)} == {"runs/a-0", "runs/a-1"}
 
 
@@ -276,6 +280,10 @@ MISTAKES = [
     ("rl.algorithm.loss.clip_hihg=0.3", "rl.algorithm.loss.clip_hihg: no such key; the nearest is 'clip_high'"),
     ("rl.algorithm.loss.clip_high=0.3", ".*clip_high: must be left out, got 0.3; set algorithm.epsilon_high: 0.3"),
     ("rl.algorithm={name: cispo, epsilon: 0.2}", ".*epsilon: must be left out without epsilon_high, .* 'cispo'$"),
+    (
+        "rl.algorithm={name: dapo} + model.reference_model_path=runs",
+        "model.reference_model_path: must be null without a KL term, .*, got 'runs' with 'dapo'$",
+    ),
     ("rl.algorithm={loss: {kl: none}, beta: 0.1}", ".*beta: must be 0 with loss.kl: none, got 0.1 with 'grpo'$"),
     ("rl.algorithm={loss: {kl: k1}, beta: 0.0}", ".*loss.kl: must be left out with beta: 0, got 'k1' with 'grpo'$"),
     ("rl.algorithm.similarity.config.linkag=x", ".*similarity.config.linkag: .* nearest is 'linkage'"),

@@ -26,7 +26,7 @@ from grpo_trainer.messages import require_package
 from grpo_trainer.recipe import Similarity
 from grpo_trainer.rewards import RewardError
 from grpo_trainer.rewards.base import BundledReward
-from grpo_trainer.section import Rule, Share
+from grpo_trainer.section import PathText, Rule, Share
 
 BODY = {"temperature": 0, "seed": 0, "max_tokens": 1024}
 OWN_FIELDS = ("messages", "model", "stream", "n")  # of the request, not to be set by `body`
@@ -61,7 +61,7 @@ class Judge(BundledReward):
     """largest number of simultaneous requests of a process"""
     max_failures: Share = 0.1
     """largest fraction of a call's responses whose judgement may fail"""
-    cache_file: str | None = None
+    cache_file: PathText | None = None
     """file that keeps judgements for resumed and further runs"""
 
     _client: Any = None

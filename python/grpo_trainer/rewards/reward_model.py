@@ -16,7 +16,7 @@ import torch
 from grpo_trainer.data import Prompt, prompt_text
 from grpo_trainer.pretrained import loading, whole
 from grpo_trainer.rewards.base import BundledReward
-from grpo_trainer.section import Rule
+from grpo_trainer.section import PathText, Rule
 
 # Pad token of models without one, which refuse batches otherwise. No batch has padding, and an id that occurs would
 # hide the last token.
@@ -25,7 +25,7 @@ BATCH_TOKENS = 16384  # of a forward pass; a longer text runs alone
 
 
 class RewardModel(BundledReward):
-    path: str
+    path: PathText
     """folder or hub name of the classifier and its tokenizer"""
     template: str | None = None
     """text that the classifier reads, with {prompt} and {response}; null: the tokenizer's chat template"""
