@@ -103,11 +103,6 @@ def rewarded(folder: Path, component: str, is_own: bool) -> None:
     change(folder, lambda e: e["metrics"].update({f"components/{component}": 0.5}))
 
 
-def rewarded_for_more_than_exactness(folder: Path) -> None:
-    """By version 0.1.0, whose `exact` did not report correctness."""
-    change_recipe(folder, "rl.rewards", [{"name": "exact"}, {"name": "my_module:bonus"}])
-
-
 def calibrated_chats_of_a_resumed_run(folder: Path) -> None:
     change(folder, lambda line: line.update(time=line["time"] - 20 * (line["step"] > 30)), "metrics")
     change(folder, lambda e: e.update(solved=0.3))
@@ -149,7 +144,8 @@ CASES: list[tuple[Callable[[Path], None], tuple[float, ...], str, tuple[str, ...
     (lambda folder: rewarded(folder, "length", is_own=True), (), "Mean reward .30 to .80 on 20", ()),
     (lambda folder: rewarded(folder, "correct", is_own=True), (), "Exact match .30 to .80 on 20", ()),
     (lambda folder: rewarded(folder, "f1", is_own=False), (), "Mean reward .30 to .80 on 20", ()),
-    (rewarded_for_more_than_exactness, (), "Mean reward .30 to .80 on 20", ()),
+    # by version 0.1.0, whose exact reported no component
+    (lambda run: change_recipe(run, "rl.rewards", [{"name": n} for n in ("exact", "a:b")]), (), "Mean reward .30", ()),
     (other_prompts, (), "The evaluations before and after 45 steps of grpo do not compare: compare: before must ", ()),
     (hostile, (), "Exact match", ("<script>alert(1)</script>\"'&amp;<img src=x", "{{7*7}}", "\u241b[31m")),
     (
