@@ -9,8 +9,8 @@
 
 Figures are for the test split, after the last step, with 95 % intervals over the seeds. A seed's gain is in bold if
 its paired bootstrap interval over the prompts excludes 0. The variants of an experiment share SFT, which is trained
-once a seed. Runs that exist are resumed or read. Several recipes are also compared on the page of `grpo report
---compare`.
+once a seed. Runs that exist are resumed or read; one of another recipe is an error. Several recipes are also compared
+on the page of `grpo report --compare`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # must be set before torch is imported, as in grpo_trainer.cli
 
 import pandas as pd
-import scipy.stats
 import torch
-from grpo_trainer import recipes
+from grpo_trainer import checkpoint, recipes
 from grpo_trainer.recipe import Recipe
-from grpo_trainer.report.compare import compare
+from grpo_trainer.recipes import flat
+from grpo_trainer.report.compare import compare, t_interval
 from grpo_trainer.report.comparison import write_comparison
 from grpo_trainer.report.run_folder import Evaluated, RunFolder
 from grpo_trainer.tasks import load_task
@@ -111,9 +111,23 @@ EXPERIMENTS = {
 def finished(recipe: Recipe) -> RunFolder:
     """The run of a recipe, trained to its end."""
     exists = (recipe.folder / "recipe.yaml").exists()
+    if exists:
+        refuse_other_recipe(recipe)
     if not exists or RunFolder(recipe.folder).final_evaluation() is None:
         train(recipe, resume=exists)
     return RunFolder(recipe.folder)
+
+
+def refuse_other_recipe(recipe: Recipe) -> None:
+    """Raises if the run in the folder differs in a key that its figures depend on, such as one of its evaluations."""
+    free = tuple(f"{key}." for key in checkpoint.MAY_CHANGE if key != "evaluation")
+    own, stored = flat(recipe.model_dump()), flat(RunFolder(recipe.folder).recipe)
+    for key in sorted({*own, *stored}):
+        if own.get(key) != stored.get(key) and not f"{key}.".startswith(free):
+            raise ValueError(
+                f"experiments: --folder must have no run of another recipe, got {str(recipe.folder)!r}, where {key} is "
+                f"{stored.get(key)!r} there and {own.get(key)!r} here; choose another --folder, or remove that run"
+            )
 
 
 def run_experiment(name: str, seed: int, folder: Path, overrides: Sequence[str]) -> dict[str, RunFolder]:
@@ -186,11 +200,11 @@ def summary_of_gains(changes: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def over_seeds(values: pd.Series, form: str = ".3f") -> str:
-    """The mean, and the half width of its 95 % interval by Student's t if there are several seeds."""
+    """The mean, and the half width of its 95 % interval by Student's t if several seeds have a value."""
     if values.isna().all():
         return ""
-    mean = f"{values.mean():{form}}"
-    return mean if len(values) == 1 else f"{mean} +- {values.sem() * scipy.stats.t.ppf(0.975, len(values) - 1):.3f}"
+    mean, (low, high) = f"{values.mean():{form}}", t_interval(values)
+    return mean if math.isnan(low) else f"{mean} +- {(high - low) / 2:.3f}"
 
 
 def markdown(rows: Sequence[Mapping[str, str]]) -> str:

@@ -48,7 +48,7 @@ _SET_BY = {
     "loss": {
         "kl_coef": "algorithm.beta: {}",
         "clip_low": "algorithm.epsilon: {}",
-        "clip_high": "algorithm.epsilon_high: {}",
+        "clip_high": "algorithm.epsilon_high: {} (with cispo 1 more)",
     },
 }
 CORRECTION = {"weights": "token", "weight_max": 2.0}  # of the mismatch between an engine and the policy
@@ -146,6 +146,10 @@ def _with_coefficients(fields: dict[str, Any], settings: Algorithm) -> dict[str,
             kl == "none" and "kl" in settings.loss, "algorithm.beta", "must be 0 with loss.kl: none", beta, settings
         )
         fields = fields | {"kl": "k3" if kl == "none" else kl, "kl_coef": beta}
+    if (fields | settings.loss).get("loss") == "cispo":  # caps the ratio at epsilon_high itself, and ignores epsilon
+        rule = "must be left out without epsilon_high, which alone caps the ratios of cispo"
+        _refuse(low is not None and high is None, "algorithm.epsilon", rule, low, settings)
+        return fields if high is None else fields | {"clip_low": None, "clip_high": high - 1}
     if low is not None:
         fields = fields | {"clip_low": low, "clip_high": low}
     return fields if high is None else fields | {"clip_high": high}

@@ -33,7 +33,7 @@ _WRITTEN = (
 )
 _LISTED = 8  # differences that an error lists
 # what may change when a run is resumed
-_MAY_CHANGE = (
+MAY_CHANGE = (
     *("name", "output", "threads", "distributed", "logging", "checkpoints", "evaluation"),
     *(f"rl.rollout.vllm.{key}" for key in MEMORY_KEYS),
 )
@@ -276,7 +276,7 @@ def _explaining_damage(folder: Path) -> Iterator[None]:
 
 def _binding(recipe: Recipe) -> dict[str, Any]:
     """The values of a recipe that determine a run's results, by their paths."""
-    free = tuple(f"{key}." for key in _MAY_CHANGE)
+    free = tuple(f"{key}." for key in MAY_CHANGE)
     return {path: value for path, value in flat(recipe.model_dump()).items() if not f"{path}.".startswith(free)}
 
 

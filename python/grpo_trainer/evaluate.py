@@ -93,7 +93,8 @@ def evaluate(
     for i, line in enumerate(lines):
         rows = slice(i * n, (i + 1) * n)
         line |= {"samples": sampled.texts[rows], "rewards": totals[rows], "right": correct[rows]}
-    metrics |= {"sampled_reward": _mean(totals), "sampled_exact": _mean(correct)}
+    metrics["sampled_reward"] = _mean([_mean(line["rewards"]) for line in lines])  # each prompt counts once
+    metrics["sampled_exact"] = _mean([_mean(line["right"]) for line in lines])
     metrics["skipped"] += float(skipped)
     passes = {k: _mean([estimate_pass_at_k(line["right"], k) for line in lines]) for k in settings.pass_k if k <= n}
     metrics |= {f"pass@{k}": value for k, value in passes.items()}

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from grpo_kernels import SimilarityConfig
-from grpo_trainer.section import Rule, Section, Share, embedder_rule
+from grpo_trainer.section import PathText, Rule, Section, Share, embedder_rule
 
 
 class Tiny(Section):
@@ -45,7 +45,7 @@ class Lora(Section):
 
 
 class Model(Section):
-    path: str = "tiny"
+    path: PathText = "tiny"
     """folder, hub name or GGUF file, which may be package:file.gguf of an installed package; tiny: created locally
     without a download"""
     tiny: Tiny = Tiny()
@@ -72,7 +72,7 @@ class Model(Section):
     """ids, or tokens as the tokenizer spells them, with probability 0 in sampling and in the update"""
     max_prompt_length: PositiveInt = 512
     """longer prompts, in tokens, are dropped; their number is logged"""
-    reference_model_path: str | None = None
+    reference_model_path: PathText | None = None
     """reference of the KL term; null: the policy at the start of RL"""
 
     def rules(self) -> Iterator[Rule]:
@@ -93,14 +93,14 @@ class Data(Section):
     read files"""
     options: dict[str, Any] = {}
     """arguments of the bundled task"""
-    train: str | None = None
+    train: PathText | None = None
     """data for RL, one prompt a line: a JSONL, JSON, CSV or parquet file, or a hub name such as
     openai/gsm8k:main:train; its demonstrations are for SFT"""
-    sft: str | None = None
+    sft: PathText | None = None
     """demonstrations; null: those in train"""
-    validation: str | None = None
+    validation: PathText | None = None
     """data evaluated during training"""
-    test: str | None = None
+    test: PathText | None = None
     """data evaluated before and after RL"""
     prompt: str = "prompt"
     """column of the prompt"""
@@ -306,7 +306,7 @@ class Algorithm(Section):
     epsilon: NonNegativeFloat | None = None
     """clip range below the ratio 1, and above it too unless epsilon_high is given; null: of name"""
     epsilon_high: NonNegativeFloat | None = None
-    """clip range above the ratio 1; null: epsilon, or that of name"""
+    """clip range above the ratio 1, with cispo the largest ratio; null: epsilon, or that of name"""
     advantage: dict[str, Any] = {}
     """fields of grpo_kernels.AdvantageConfig, over those of name"""
     loss: dict[str, Any] = {}
@@ -419,7 +419,7 @@ class Recipe(Section):
     """name of the run"""
     seed: int = 0
     """seed of weights, data order and sampling"""
-    output: str = "runs/{name}-{seed}"
+    output: PathText = "runs/{name}-{seed}"
     """folder of logs, checkpoints and report; {name} and {seed} are replaced"""
     threads: PositiveInt | None = None
     """CPU threads; null: one per idle core"""

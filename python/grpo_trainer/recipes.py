@@ -75,7 +75,8 @@ def _smoke_sizes(values: dict[str, Any]) -> dict[str, Any]:
     if values.get("sft") is not None:
         sizes["sft"] = {"steps": 4, "batch": 16, "micro_batch": 8}
     if values.get("rl") is not None:
-        rollout = {"prompts": 4, "num_generations": 4, "max_completion_length": 12, "batch": 16}
+        rollout = {"prompts": 4, "num_generations": 4, "batch": 16}
+        rollout |= {"min_completion_length": 0, "max_completion_length": 12}
         sizes["rl"] = {"steps": 2, "micro_batch": 8, "minibatches": 2, "rollout": rollout, "algorithm": {"set_size": 0}}
     return sizes
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from grpo_trainer.messages import nearest
 
@@ -15,6 +16,7 @@ Rule = tuple[str, bool, str]  # the key that errors name, whether the rule is me
 EMBEDDERS = ("auto", "hashed", "minilm")
 NAMES_OF_EMBEDDERS = "hashed, minilm, or a sentence-transformers name or folder; auto: minilm if installed"
 
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]  # ~ is the home folder, as in a shell
 Share = Annotated[float, Field(ge=0, le=1)]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_trainer import checkpoint, distributed, engine, interruption
 from grpo_trainer.algorithm import Plan
-from grpo_trainer.calibration import calibrate
+from grpo_trainer.calibration import calibrate, check_calibration
 from grpo_trainer.data import encode_demonstration
 from grpo_trainer.embed import Embedder, require_embedder, resolve
 from grpo_trainer.log import Log
@@ -208,6 +208,11 @@ def check_packages(recipe: Recipe) -> Plan | None:
     if rl is None:
         return None
     plan = Plan.of(rl)
+    if recipe.model.reference_model_path is not None and not plan.needs_reference:
+        raise ValueError(
+            "model.reference_model_path: must be null without a KL term, which rl.algorithm.beta adds, got "
+            f"{recipe.model.reference_model_path!r} with {rl.algorithm.name!r}"
+        )
     if rl.rollout.engine == "vllm":
         engine.check_installed("rl.rollout", rl.rollout)
         engine.check_loss("rl", plan.loss, plan.correction)
@@ -221,8 +226,8 @@ def check_packages(recipe: Recipe) -> Plan | None:
 def load_rewards(recipe: Recipe, splits: Splits) -> tuple[list[LoadedReward], list[LoadedReward], list[str]]:
     """The rewards of RL and those of evaluations, and what the user should know about them.
 
-    Evaluations have the same rewards throughout, so that they compare. Raises if a reward needs a column that the data
-    lacks.
+    Evaluations have the same rewards throughout, so that they compare. Raises if a reward or the calibration of
+    correctness needs a column that the data lacks.
     """
     named, notes = recipe.evaluation.rewards, []
     where = "rl.rewards" if recipe.rl is not None else "evaluation.rewards"
@@ -242,6 +247,9 @@ def load_rewards(recipe: Recipe, splits: Splits) -> tuple[list[LoadedReward], li
     for key, loaded, lines in used:
         for i, reward in enumerate(loaded):
             require_columns(reward, f"{key}.{i}", lines)
+    quantile, validation = recipe.evaluation.solved_quantile, splits.validation
+    if quantile is not None and (validation or splits.test):  # else nothing is evaluated
+        check_calibration(quantile, validation, recipe.data, evaluation_rewards)
     if recipe.rl is not None:
         notes += [gap for i, reward in enumerate(rewards) for gap in gaps(reward, f"rl.rewards.{i}", splits.train)]
     return rewards, evaluation_rewards, notes

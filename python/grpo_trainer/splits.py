@@ -21,8 +21,8 @@ from grpo_trainer.tasks import Item, Splits
 def load_splits(data: Data, seed: int) -> Splits:
     """Generates the splits of the bundled task, or reads them, and fills the templates.
 
-    Lines for SFT have the text to train on in "demonstration"; a line whose demonstration is a list becomes one for
-    each element.
+    All lines of a split have the same columns. Lines for SFT have the text to train on in "demonstration"; a line whose
+    demonstration is a list becomes one for each element.
     """
     splits = _read(data) if data.task is None else tasks.make(data.task, seed, data.options)
     lines_of = {**vars(splits), "sft": demonstrated(data, "sft", splits.sft)}
@@ -38,7 +38,15 @@ def load_splits(data: Data, seed: int) -> Splits:
                 check_prompt("data.prompt", where, line[data.prompt])
     for name in ("sft", "train"):
         lines_of[name] = lines_of[name][: data.limit]
+    for name in ("sft", "train", "validation", "test"):
+        lines_of[name] = _with_all_columns(lines_of[name])
     return Splits(**lines_of)
+
+
+def _with_all_columns(lines: Sequence[Item]) -> list[Item]:
+    """The lines, with None in each column that other lines of the split have: rewards take columns by their names."""
+    absent = dict.fromkeys(name for line in lines for name in line)
+    return [absent | line for line in lines]
 
 
 def require_lines(recipe: Recipe, splits: Splits) -> None:
@@ -213,11 +221,15 @@ def _read_csv(path: Path) -> list[Item]:
     """Rows of a file with a header; a column holds numbers if all its values are, and an empty value is None."""
     import pandas  # comes with datasets, as pyarrow does
 
-    frame = pandas.read_csv(path, keep_default_na=False, encoding="utf-8-sig")
+    # nullable types, as NaN would turn integers beside it into floats
+    types = {"na_values": [""], "keep_default_na": False, "dtype_backend": "numpy_nullable"}
+    frame = pandas.read_csv(path, encoding="utf-8-sig", **types)
     if not isinstance(frame.index, pandas.RangeIndex):  # pandas takes the first values as names of the rows
         raise ValueError("rows must have as many values as the header, got more; texts with a comma need quotes")
     rows = frame.to_dict("records")
-    return [{str(name): None if value == "" else value for name, value in row.items()} for row in rows]
+    return [
+        {str(name): None if pandas.isna(value) or value == "" else value for name, value in row.items()} for row in rows
+    ]
 
 
 def _read_parquet(path: Path) -> list[Item]:

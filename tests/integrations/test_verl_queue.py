@@ -114,7 +114,7 @@ def assert_of_responses(batch: Any, want: Tensor) -> None:
         torch.testing.assert_close(values, value.expand(length), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["returned", "column", "embeddings", "sessions"])
+@pytest.mark.parametrize("kind", ["returned", "texts", "column", "embeddings", "sessions"])
 def test_columns_of_similar_responses(queue: Any, kind: str) -> None:
     """Returned by the reward function beside the score, or put into the queue by a worker."""
     columns, rows = {}, torch.arange(8)
@@ -122,6 +122,8 @@ def test_columns_of_similar_responses(queue: Any, kind: str) -> None:
     if kind == "sessions":  # the labels of the last output count
         rows, labels = torch.tensor([1, 3, 5, 7]), torch.tensor([1, 0, 2, 0, 0, 1, 3, 1])
     extras: list[dict[str, Any]] = [{"similarity_labels": label} for label in labels.tolist()]
+    if kind == "texts":
+        extras = [{"similarity_group_labels": f"{uid}_{label}"} for uid, label in zip(UIDS, labels, strict=True)]
     if kind == "column":
         extras, columns = NOTHING, {"similarity_labels": labels}
     if kind == "embeddings":

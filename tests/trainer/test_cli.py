@@ -353,6 +353,10 @@ def test_experiments_on_seeds(
     before = {path: path.stat().st_mtime for path in Path("made").rglob("*.safetensors")}
     experiments.main()  # finished runs are read
     assert before == {path: path.stat().st_mtime for path in Path("made").rglob("*.safetensors")}
+    for key, value in (("rl.optimizer.lr", 0.5), ("evaluation.test_prompts", 3)):
+        monkeypatch.setattr(sys, "argv", [*arguments, f"{key}={value}", "logging.every=2"])
+        with pytest.raises(ValueError, match=f"another recipe, got 'made/own.yaml-0', where {key} is .* {value} here"):
+            experiments.main()
     # variants continue from one SFT
     variants = {"plain": [], "doctor": ["rl.algorithm.name=dr_grpo"]}
     experiment = experiments.Experiment("own.yaml", variants, lambda _: {"one": 1.0})
@@ -373,7 +377,7 @@ def test_gains_of_seeds_are_in_bold_where_their_intervals_exclude_zero() -> None
     (row,) = experiments.summary_of_gains(pd.DataFrame(rows))
     assert row["before"] == "0.200 +- 0.248" and row["after"] == "0.400 +- 0.000"  # 4.3027 * 0.1 / sqrt(3)
     assert row["each seed"] == "**+0.300**, **+0.200**, +0.100"
-    (row,) = experiments.summary_of_gains(pd.DataFrame(rows[:1]))
+    (row,) = experiments.summary_of_gains(pd.DataFrame([rows[0], rows[1] | {"gain": math.nan}]))  # counts nowhere
     assert row["gain"] == "+0.300"
     assert [experiments.is_clear(ends) for ends in ((0.1, 0.2), (-0.2, -0.1), (-0.1, 0.1), (0.0, 0.1))] == [1, 1, 0, 0]
 

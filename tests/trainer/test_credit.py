@@ -291,6 +291,15 @@ def test_a_step_divides_by_what_counts(
     assert metrics["rollout/truncated"] == pytest.approx(float(cut.float().mean()))
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_equal_rewards_leave_nothing_to_update_where_the_page_says_so(name: str) -> None:
+    is_updated = name in ("ppo", "group_ppo", "polychromic")
+    uncentered = [{"advantage": {"center": "none", "scale": "none"}}] if name == "grpo" else []
+    for more in ({},) if is_updated else ({}, {"drop_flat": False}, *uncentered):
+        plan, credit = credited({"name": name} | more, rewards=torch.ones(12, 1))
+        assert rows_in_loss(plan, credit, MASK, SIZE).tolist() == [is_updated or bool(more)] * 12, more
+
+
 def test_reinforce_from_one_response_raises_what_was_rewarded() -> None:
     """The published loss has the other sign."""
     rl = load("dialogue-reinforce-single").rl

@@ -60,9 +60,10 @@ def test_values_are_read_as_they_are_written(tmp_path: Path) -> None:
     assert repr(read_lines("x", write_data(tmp_path / "a.jsonl", lines), "train")) == repr(lines)
     (tmp_path / "a.json").write_text("\ufeff" + json.dumps(lines, indent=1), encoding="utf-8")
     assert repr(read_lines("x", str(tmp_path / "a.json"), "train")) == repr(lines)
-    (tmp_path / "a.csv").write_text('\ufeffprompt,answer,n,code\n"a, ""b""\nc",NA,1,007\nd,,2,1\n', encoding="utf-8")
-    rows = [{"prompt": 'a, "b"\nc', "answer": "NA", "n": 1, "code": 7}]
-    rows += [{"prompt": "d", "answer": None, "n": 2, "code": 1}]
+    text = '\ufeffprompt,answer,n,code,some,half,large\n"a, ""b""\nc",NA,1,007,4,,\nd,,2,1,,0.5,9007199254740993\n'
+    (tmp_path / "a.csv").write_text(text, encoding="utf-8")
+    rows = [{"prompt": 'a, "b"\nc', "answer": "NA", "n": 1, "code": 7, "some": 4, "half": None, "large": None}]
+    rows += [{"prompt": "d", "answer": None, "n": 2, "code": 1, "some": None, "half": 0.5, "large": 2**53 + 1}]
     assert repr(read_lines("x", str(tmp_path / "a.csv"), "train")) == repr(rows)
     rows = [row | {"prompt": CHAT, "list": [1, None]} for row in rows]
     table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
@@ -120,6 +121,7 @@ def test_each_element_of_a_list_is_a_demonstration(tmp_path: Path) -> None:
     lines = [*TALKS, {"question": "without"}, {"question": "null", "answers": None}]
     settings = data(tmp_path, lines, prompt="question", demonstration="answers")
     splits = load_splits(settings, 0)
+    lines = [{"answers": None, "n": None} | line for line in lines]  # a reward gets a column that a step's lines lack
     assert pairs(settings) == expected and splits.train == lines  # the rewards read the list
     assert [item["answers"] for item in splits.sft] == [TALKS[0]["answers"]] * 2 + [TALKS[1]["answers"]]
     assert corpus_of(settings, splits)[-3:] == [text for _, text in expected]

@@ -35,6 +35,7 @@ from grpo_trainer.diversity_measures import (
 from grpo_trainer.embed import Embedder, distinct_texts, embed_all, hashed, load_embedder
 from grpo_trainer.ray_pool import EmbedderError
 from grpo_trainer.recipe import Evaluation, Reward, Rollout, Similarity
+from grpo_trainer.report.run_folder import Evaluated
 from grpo_trainer.rewards import LoadedReward
 from grpo_trainer.train import train
 
@@ -192,6 +193,11 @@ def test_evaluation_averages_the_measures_over_prompts(monkeypatch: pytest.Monke
     result = evaluated(monkeypatch, 4, lambda prompt, text: None if text == "so 8 ." or prompt == "q" else 1.0)
     assert result.metrics["pass@1"] == 1 and math.isnan(result.metrics["pass@4"])
     assert result.metrics["sampled_exact"] == 1 and result.metrics["skipped"] == 0
+    # each prompt counts once, as in reports: one graded sample of p, 0, and four of q, 1 each
+    result = evaluated(monkeypatch, 4, lambda prompt, text: 1.0 if prompt == "q" else 0.0 if "so" in text else None)
+    table = Evaluated(result.to_json()).table
+    for name in ("sampled_reward", "sampled_exact"):
+        assert result.metrics[name] == table[name].mean() == 0.5, name
 
 
 def test_efficiency_collapse_front_and_medoids() -> None:

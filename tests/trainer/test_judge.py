@@ -82,6 +82,9 @@ def test_the_request_has_rubric_prompt_response_columns_and_key(monkeypatch: pyt
     assert {name: first["body"][name] for name in ("model", *BODY)} == {"model": "m", **BODY}
     assert second["body"]["temperature"] == 0.5 and "seed" not in second["body"]
     assert "another endpoint" not in str(second["request"].headers.raw)
+    chat = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+    score([loaded()], rollout(["Bye."], prompt=chat))
+    assert endpoint.requests[-1]["shown"] == {"prompt": chat, "response": "Bye."}
 
 
 GOOD = {

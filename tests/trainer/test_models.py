@@ -10,6 +10,7 @@ import copy
 import json
 import math
 import shutil
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,22 @@ def test_adapters_of_another_shape_are_refused(saved: Path, tmp_path: Path) -> N
     ):
         with pytest.raises(ValueError, match=message):
             load_adapter(policy_of(lora), Model(lora=lora), tmp_path)
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.skipif(not DOCS.exists(), reason="tests are run from outside the checkout")
+def test_a_run_starts_from_the_adapters_that_the_page_merges(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    adapted = load_policy(Model(path=str(saved), lora=Lora(rank=2)), [], None)
+    save_policy(adapted, Path("runs/a/checkpoints/rl-80/model"))
+    page = (DOCS / "trainer.md").read_text()
+    snippet = page.partition("another run starts from them:\n\n")[2].partition("\n\n")[0]
+    exec(textwrap.dedent(snippet), {"AutoTokenizer": AutoTokenizer, **vars(pytest.importorskip("peft"))})
+    assert load_policy(Model(path="merged"), [], None).tokenizer.get_vocab()
 
 
 # The page of adapters

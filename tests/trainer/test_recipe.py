@@ -62,6 +62,9 @@ def test_files_overrides_and_numbers_are_merged(tmp_path: Path) -> None:
     assert (recipe.rl.steps, recipe.rl.num_iterations, recipe.rl.algorithm.name) == (4, 3, "dapo")
     assert recipe.rl.rewards[0].weight == 1.0 and len(recipe.rl.rewards) == 1 and recipe.rl.algorithm.loss == {}
     assert validated(Recipe, json.loads(json.dumps(recipe.model_dump()))) == recipe
+    (tmp_path / "long.yaml").write_text("rl: {rollout: {min_completion_length: 13, max_completion_length: 20}}")
+    smoke = load(tmp_path / "long.yaml", smoke=True)
+    assert smoke.rl is not None and smoke.rl.rollout.max_completion_length == 12
     # at the edge of a rule
     edge, made = "rl.rollout={engine: vllm} + rl.rollout.vllm.max_model_len=544", dict[str, Any]()
     edge += " + rl.algorithm.similarity={gpus_per_worker: 0.5, workers: 1} + evaluation.max_completion_length=3"
@@ -69,6 +72,10 @@ def test_files_overrides_and_numbers_are_merged(tmp_path: Path) -> None:
         override(made, assignment)
     recipe = validated(Recipe, made)
     assert recipe.max_completion_length == 3 and str(recipe.folder) == "x/a-3"
+    of_home = {"output": "~/x", "model": {"path": "~/m"}, "data": {"task": None, "train": "~/d", "test": "~/t"}}
+    recipe = validated(Recipe, of_home)
+    paths = (str(recipe.folder), recipe.model.path, recipe.data.train, recipe.data.test)
+    assert paths == tuple(str(Path.home() / name) for name in "xmdt")
     assert {str(validated(Recipe, {"name": "a", "seed": seed}).folder) for seed in (0, 1)} == {"runs/a-0", "runs/a-1"}
 
 
@@ -85,6 +92,13 @@ def test_beta_and_epsilon_mean_what_they_mean_in_trl() -> None:
     assert loss(beta=0.0, epsilon_high=0.3) == loss(name="dapo", epsilon_high=0.3) == "clip_high=0.3"
     of_gspo = "ratio=sequence, clip_low=0.0003, clip_high=0.5, aggregation=seq-mean-token-mean"
     assert loss(name="gspo", epsilon_high=0.5) == of_gspo
+    # cispo caps the ratio at epsilon_high
+    assert loss(name="cispo") == "loss=cispo, clip_low=None, clip_high=4.0"
+    for of_trl in ({"epsilon": 0.2, "epsilon_high": 5.0}, {"epsilon_high": 3.0}):
+        theirs = gk.LossConfig.trl(loss_type="cispo", **of_trl)
+        for of_ours in ({"name": "cispo"}, {"loss": {"loss": "cispo"}, "beta": 0.0}):
+            config = Plan.of(validated(Rl, {"algorithm": of_ours | of_trl})).loss
+            assert (config.clip_low, config.clip_high) == (theirs.clip_low, theirs.clip_high)
     for aggregation, length in (({}, 9), ({"aggregation": "token-mean"}, None)):
         algorithm = {"name": "dr_grpo", "loss": aggregation}
         rl = validated(Rl, {"algorithm": algorithm, "rollout": {"max_completion_length": 9}})
@@ -265,6 +279,11 @@ MISTAKES = [
     # settings that an algorithm does not use
     ("rl.algorithm.loss.clip_hihg=0.3", "rl.algorithm.loss.clip_hihg: no such key; the nearest is 'clip_high'"),
     ("rl.algorithm.loss.clip_high=0.3", ".*clip_high: must be left out, got 0.3; set algorithm.epsilon_high: 0.3"),
+    ("rl.algorithm={name: cispo, epsilon: 0.2}", ".*epsilon: must be left out without epsilon_high, .* 'cispo'$"),
+    (
+        "rl.algorithm={name: dapo} + model.reference_model_path=runs",
+        "model.reference_model_path: must be null without a KL term, .*, got 'runs' with 'dapo'$",
+    ),
     ("rl.algorithm={loss: {kl: none}, beta: 0.1}", ".*beta: must be 0 with loss.kl: none, got 0.1 with 'grpo'$"),
     ("rl.algorithm={loss: {kl: k1}, beta: 0.0}", ".*loss.kl: must be left out with beta: 0, got 'k1' with 'grpo'$"),
     ("rl.algorithm.similarity.config.linkag=x", ".*similarity.config.linkag: .* nearest is 'linkage'"),
@@ -310,6 +329,14 @@ MISTAKES = [
     ("data={task: null, train: lines.jsonl}", "data.demonstration: must have a column of some line, got 'de"),
     ("data={task: null, train: lines.jsonl, demonstration_template: '{n}'}", ".*must have .*, got 'n', which are null"),
     (ONLY_SFT + "test: lines.jsonl}", r".*'exact' needs the column 'answer'; .*; set evaluation\.rewards for others"),
+    (
+        "sft=null + data={task: null, train: lines.jsonl, test: lines.jsonl} + evaluation.solved_quantile=0.5",
+        "evaluation.solved_quantile: needs the column 'demonstration' .*, got 0 lines without it",
+    ),
+    (
+        "rl.rewards=[{name: exact}] + evaluation.solved_quantile=0.5",
+        "evaluation.solved_quantile: must be null with the reward 'exact', which reports correctness",
+    ),
     # it is evaluated before and after all the same
     ("evaluation.every=0 + " + ONLY_SFT + "validation: lines.jsonl}", ".*: 'exact' needs the column 'answer'"),
     ("model.max_prompt_length=2", r"data: sft has no usable line; prompts left out: .* model\.max_prompt_length, 2"),

@@ -144,6 +144,8 @@ CASES: list[tuple[Callable[[Path], None], tuple[float, ...], str, tuple[str, ...
     (lambda folder: rewarded(folder, "length", is_own=True), (), "Mean reward .30 to .80 on 20", ()),
     (lambda folder: rewarded(folder, "correct", is_own=True), (), "Exact match .30 to .80 on 20", ()),
     (lambda folder: rewarded(folder, "f1", is_own=False), (), "Mean reward .30 to .80 on 20", ()),
+    # by version 0.1.0, whose exact reported no component
+    (lambda run: change_recipe(run, "rl.rewards", [{"name": n} for n in ("exact", "a:b")]), (), "Mean reward .30", ()),
     (other_prompts, (), "The evaluations before and after 45 steps of grpo do not compare: compare: before must ", ()),
     (hostile, (), "Exact match", ("<script>alert(1)</script>\"'&amp;<img src=x", "{{7*7}}", "\u241b[31m")),
     (

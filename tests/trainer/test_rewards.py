@@ -25,6 +25,7 @@ pytest.importorskip("vaderSentiment")
 
 from grpo_trainer import recipes, rewards
 from grpo_trainer.calibration import calibrate
+from grpo_trainer.evaluate import _grade
 from grpo_trainer.pretrained import load_lm
 from grpo_trainer.recipe import Data, Model, Reward
 from grpo_trainer.rewards import LoadedReward, RewardError, load_reward, reward_model, score
@@ -114,9 +115,16 @@ GOLD = "yes, i have two dogs."
 FILM = "I watched all of that film"
 HASHED = {"embedder": "hashed"}
 OPTIONS: dict[str, dict[str, Any]] = {"gsm8k": ALL, "reply": HASHED, "diversity": HASHED}
-COLUMNS = {"gsm8k": {"answer": "4 * 18 = 72. #### 72"}, "reply": {"post": POST}, "dialogue": {"answer": GOLD}}
+COLUMNS: dict[str, dict[str, Any]] = {
+    "exact": {"answer": 72},
+    "gsm8k": {"answer": "4 * 18 = 72. #### 72"},
+    "reply": {"post": POST},
+    "dialogue": {"answer": GOLD},
+}
 # The value of a part of the responses. Of gsm8k, whatever follows the answer is no solution, and brackets are not read.
 PARTS: list[tuple[str, str, float, list[str]]] = [
+    ("exact", "correct", 1, ["#### 72", "#### 1 #### 72 "]),
+    ("exact", "correct", 0, ["72", "#### 72.", "#### 27"]),
     ("gsm8k", "correct", 1, ["#### 72", "#### 1 #### $72."]),
     ("gsm8k", "correct", 0, ["72 is not it. #### 27", "#### 72.5"]),
     ("gsm8k", "format", 1, ["#### 72", "#### 5"]),
@@ -307,6 +315,14 @@ def test_means_are_those_of_the_scored_responses_and_rewards_are_told_apart() ->
         assert made(name).__name__ == name
 
 
+@pytest.mark.parametrize("others", [[], [LoadedReward(Reward(name=f"{__name__}:mine"), lambda **_: [1.0] * 3)]])
+@pytest.mark.parametrize("weight", [0.5, 1.0])
+def test_exact_decides_correctness_whatever_its_weight_and_company(others: list[LoadedReward], weight: float) -> None:
+    loaded = [load_reward(Reward(name="exact", weight=weight)), *others]
+    totals, correct, *_ = _grade(rollout(["#### 4", "4", ""], answer="4"), loaded, 1.0)
+    assert correct == [1, 0, 0] and totals == [weight + len(others), *[float(len(others))] * 2]
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -316,6 +332,8 @@ def test_means_are_those_of_the_scored_responses_and_rewards_are_told_apart() ->
         (lambda **_: [0.0, math.nan], r"mine' must be a finite number or None, got nan for response 1"),
         (lambda **_: [1.0], r"mine' must return one value for each of 2 responses, got 1"),
         (lambda **_: 1.0, r"mine' must return one value for each of 2 responses, got float"),
+        (lambda **_: {"a": 1, "b": 2}, r"mine' must return one value for each of 2 responses, got dict \{'a': 1"),
+        (lambda **_: {1, 2}, r"mine' must return one value for each of 2 responses, got set \{1, 2\}"),
         (late, r"mine' must be a function that is not async"),
         (lambda **_: time.sleep(9), r"mine' raised TimeoutError: no result within 0.05 s \(rewards.timeout\)"),
     ],
@@ -352,10 +370,9 @@ def test_the_threshold_is_the_quantile_of_the_demonstrations_rewards() -> None:
     for text, reward, message in (
         (None, LETTERS, "evaluation.solved_quantile: needs the column 'demonstration'.* got 1"),
         ("?", LETTERS, "evaluation.solved_quantile: needs demonstrations with a reward, got none"),
-        (
-            "#### 3",
-            load_reward(Reward(name="gsm8k")),
-            "must be null with the reward 'gsm8k', which reports correctness",
+        *(
+            ("#### 3", load_reward(Reward(name=name)), f"must be null with the reward '{name}', which reports corr")
+            for name in ("exact", "gsm8k")
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -378,6 +395,7 @@ RESPONSES = ["it is a cat", "a cat it is", "it", "", "a cat " * 9, "it is a cat"
 PLAIN = "{prompt} : {response}"
 READ = [f"{prompt} : {response}" for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
 WORDS = ["<unk>", "<end>", "what", "is", "this", "say", "more", "it", "a", "cat", ":", "user", "assistant"]
+TURN = "assistant : it is <end>"
 CHAT = "{% for m in messages %}{{ m.role + ' : ' + m.content + ' <end> ' }}{% endfor %}"
 
 
@@ -438,6 +456,13 @@ def test_the_text_that_is_read(folder: Path) -> None:
     want, unended = logits_of(folder / "chat", f"{text} <end>", text)
     assert model_reward(folder / "chat")(PROMPTS[:1], RESPONSES[:1]) == pytest.approx([want], abs=1e-5)
     assert want != pytest.approx(unended, abs=1e-3)
+    # the turns of a chat keep their roles
+    chat = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    want, *_ = logits_of(folder / "chat", f"user : user <end> assistant : assistant <end> user : user <end> {TURN}")
+    loaded = load_reward(Reward(name="reward_model", options={"path": str(folder / "chat")}))
+    assert score([loaded], rollout(["it is"], prompt=chat)).values.tolist() == [[pytest.approx(want, abs=1e-5)]]
+    plain = model_reward(folder / "plain", template="{prompt} {response}")
+    assert plain._tokenizer.decode(plain._ids(chat, "it")) == "user assistant user it"
     # braces are left alone
     reward = model_reward(folder / "plain", template="{x} {prompt} : {response}")
     read = reward._tokenizer.decode(reward._ids("{response} a", "{prompt} it"))

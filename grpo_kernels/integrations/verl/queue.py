@@ -80,7 +80,7 @@ def rollouts() -> Tensor | None:
 
 def _needed(estimator: str, config: Any) -> Sequence[str]:
     if estimator == "similarity_group_grpo":
-        return (advantages.LABELS, advantages.EMBEDDINGS)
+        return (advantages.LABELS, advantages.EMBEDDINGS, advantages.NAMES)
     if estimator == "fused_gdpo":
         return tuple((None if config is None else config.get("gdpo_reward_keys", None)) or ())
     return ()

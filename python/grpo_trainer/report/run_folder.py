@@ -111,8 +111,9 @@ class RunFolder:
         rewards = self.setting("evaluation.rewards") or self.setting("rl.rewards") or []
         names = [reward["name"] for reward in rewards]
         parts = {name for e in self.evaluations for name in e.metrics if name.startswith("components/")}
-        is_default = not names and not parts  # the default is exact, which has no components
-        return is_default or "exact" in names or any(re.split(r"[/.]", name)[-1] == "correct" for name in parts)
+        # exact, the default, reported no component in version 0.1.0; another reward beside it made the total unclear
+        is_exact_alone = names in ([], ["exact"]) and not parts
+        return is_exact_alone or any(re.split(r"[/.]", name)[-1] == "correct" for name in parts)
 
     @property
     def phase(self) -> str:

@@ -11,7 +11,7 @@ import inspect
 import math
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -281,19 +281,18 @@ def _call(
     as_texts: dict[str, Any] = {"prompts": [prompt_text(prompt) for prompt in prompts], "completions": texts}
     if isinstance(function, WeightedReward):
         return function.graded(**as_texts, **columns)
-    arguments = as_texts
+    completions: list[Any] = texts
     if not isinstance(function, BundledReward):  # TRL's arguments: prompts of messages are answered by messages
         completions = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        arguments = {"prompts": prompts, "completions": completions}
-    values: Any = function(**arguments, **columns)
+    values: Any = function(prompts=prompts, completions=completions, **columns)
     if inspect.iscoroutine(values):
         values.close()  # or Python warns that nothing awaited it
         rule = "must be a function that is not async, got a coroutine; call asyncio.run in it"
         raise RewardError(f"reward {settings.name!r} {rule}")
-    if not isinstance(values, Iterable):
+    if not isinstance(values, Iterable) or isinstance(values, Mapping | Set):  # whose keys would be the rewards
         got = f"{type(values).__name__} {values!r}"
         raise RewardError(
             f"reward {settings.name!r} must return one value for each of {len(texts)} responses, got {got}"

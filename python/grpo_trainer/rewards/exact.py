@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
-from grpo_trainer.rewards.base import BundledReward
+from grpo_trainer.rewards.base import Parts, WeightedReward
 
 
-class Exact(BundledReward):
+class Exact(WeightedReward):
     columns_needed = (("answer",),)
 
-    def __call__(
-        self, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[object], **_: object
-    ) -> list[float | None]:
-        return [
-            None if expected is None else float(answer_of(text) == as_text(expected))
-            for text, expected in zip(completions, answer, strict=True)
-        ]
+    def weight_of(self) -> Mapping[str, float]:
+        return {"correct": 1.0}
+
+    def parts(self, prompt: str, response: str, row: Mapping[str, Any]) -> Parts | None:
+        expected = row["answer"]
+        return None if expected is None else {"correct": float(answer_of(response) == as_text(expected))}
 
 
 def answer_of(text: str) -> str | None:

@@ -20,12 +20,13 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
 
+from grpo_trainer.data import Prompt
 from grpo_trainer.embed import embedded_text
 from grpo_trainer.messages import require_package
 from grpo_trainer.recipe import Similarity
 from grpo_trainer.rewards import RewardError
 from grpo_trainer.rewards.base import BundledReward
-from grpo_trainer.section import Rule, Share
+from grpo_trainer.section import PathText, Rule, Share
 
 BODY = {"temperature": 0, "seed": 0, "max_tokens": 1024}
 OWN_FIELDS = ("messages", "model", "stream", "n")  # of the request, not to be set by `body`
@@ -60,7 +61,7 @@ class Judge(BundledReward):
     """largest number of simultaneous requests of a process"""
     max_failures: Share = 0.1
     """largest fraction of a call's responses whose judgement may fail"""
-    cache_file: str | None = None
+    cache_file: PathText | None = None
     """file that keeps judgements for resumed and further runs"""
 
     _client: Any = None
@@ -95,7 +96,7 @@ class Judge(BundledReward):
     def needs(self) -> list[tuple[str, ...]]:
         return [(name,) for name in self.columns]
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float | None]:
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[str], **columns: Any) -> list[float | None]:
         self.require(columns)
         requests = [
             self._request(prompt, response, {name: columns[name][i] for name in self.columns})
@@ -120,7 +121,7 @@ class Judge(BundledReward):
         scores = [self._known.get(key) for key in keys]
         return [None if s is None else worst + (best - worst) * (s - low) / (high - low) for s in scores]
 
-    def _request(self, prompt: str, response: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _request(self, prompt: Prompt, response: str, row: Mapping[str, Any]) -> dict[str, Any]:
         low, high = self.scores
         shown = {"prompt": prompt, **row, "response": embedded_text(response, ANSWER)}
         messages = [

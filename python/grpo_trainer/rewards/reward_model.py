@@ -13,9 +13,10 @@ from typing import Any, Literal, cast
 
 import torch
 
+from grpo_trainer.data import Prompt, prompt_text
 from grpo_trainer.pretrained import loading, whole
 from grpo_trainer.rewards.base import BundledReward
-from grpo_trainer.section import Rule
+from grpo_trainer.section import PathText, Rule
 
 # Pad token of models without one, which refuse batches otherwise. No batch has padding, and an id that occurs would
 # hide the last token.
@@ -24,7 +25,7 @@ BATCH_TOKENS = 16384  # of a forward pass; a longer text runs alone
 
 
 class RewardModel(BundledReward):
-    path: str
+    path: PathText
     """folder or hub name of the classifier and its tokenizer"""
     template: str | None = None
     """text that the classifier reads, with {prompt} and {response}; null: the tokenizer's chat template"""
@@ -61,7 +62,7 @@ class RewardModel(BundledReward):
         self._label = _label_index(self._model.config, self.label)
 
     @torch.no_grad()
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float | None]:
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[str], **_: Any) -> list[float | None]:
         rows = [tuple(self._ids(prompt, response)) for prompt, response in zip(prompts, completions, strict=True)]
         longest = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         for i, ids in enumerate(rows):
@@ -81,14 +82,16 @@ class RewardModel(BundledReward):
                 scores |= zip(batch, logits.double().tolist(), strict=True)
         return [scores[ids] for ids in rows]
 
-    def _ids(self, prompt: str, response: str) -> list[int]:
+    def _ids(self, prompt: Prompt, response: str) -> list[int]:
         if self.template is None:
-            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            answered = [*messages, {"role": "assistant", "content": response}]
+            text = self._tokenizer.apply_chat_template(answered, tokenize=False)
             # the template writes its own special tokens
             return cast(list[int], self._tokenizer(text, add_special_tokens=False)["input_ids"])
         # not str.format, which would fail at other braces
-        text = response.join(part.replace("{prompt}", prompt) for part in self.template.split("{response}"))
+        whole_prompt = prompt_text(prompt)
+        text = response.join(part.replace("{prompt}", whole_prompt) for part in self.template.split("{response}"))
         return cast(list[int], self._tokenizer(text)["input_ids"])
 
 
