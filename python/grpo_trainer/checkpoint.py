@@ -139,9 +139,16 @@ def save(recipe: Recipe, policy: Policy, optimizer: torch.optim.Optimizer, state
             content = dataclasses.asdict(state) | {"optimizer_steps": steps, "recipe": _binding(recipe)}
             (folder / "state.json").write_text(to_json(content, indent=1) + "\n")
         log.event("checkpoint", phase=state.phase, step=state.step)
-        for old in _checkpoints(recipe)[: -recipe.checkpoints.keep]:
-            if old != folder_of(recipe, "rl", 0):  # the reference of the KL term
-                shutil.rmtree(old)
+        remove_old(recipe)
+
+
+def remove_old(recipe: Recipe) -> None:
+    """Removes all but the newest checkpoints, and what an interrupted removal has left."""
+    for half in (recipe.folder / "checkpoints").glob(".old-*"):
+        shutil.rmtree(half)
+    for old in _checkpoints(recipe)[: -recipe.checkpoints.keep]:
+        if old != folder_of(recipe, "rl", 0):  # the reference of the KL term
+            _remove(old)
 
 
 def restore_policy(recipe: Recipe, state: State, initial: Policy) -> Policy:
@@ -321,15 +328,22 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
         yield temporary
         for path in [*temporary.rglob("*"), temporary]:
             _flush(path)
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            _remove(folder)
         temporary.rename(folder)
         _flush(folder.parent)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        # safetensors reports a full disk by an error of its own
-        if isinstance(error, OSError | SafetensorError):
+        # safetensors reports a full disk by an error of its own, and tokenizers by a bare Exception
+        if isinstance(error, OSError | SafetensorError) or type(error) is Exception:
             raise CheckpointError(f"{folder}: cannot be written: {error}") from error
         raise
+
+
+def _remove(folder: Path) -> None:
+    """Removes a checkpoint, which has another name before its first file is gone."""
+    half = folder.rename(folder.parent / f".old-{folder.name}")
+    shutil.rmtree(half)
 
 
 def _flush(path: Path) -> None:

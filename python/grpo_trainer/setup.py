@@ -343,6 +343,7 @@ def _start_logs(run: Run, phase: str, step: int) -> None:
     if not log.is_main:
         return
     if run.resumed is not None:
+        checkpoint.remove_old(recipe)
         log.truncate(phase, step)
         log.event("resumed", phase=phase, step=step, threads=run.resumed.threads)
     else:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import functools
 import json
 import math
+import shutil
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ import yaml
 
 pytest.importorskip("peft")
 
-from grpo_trainer import embed
+from grpo_trainer import checkpoint, embed
 from grpo_trainer import train as training
 from grpo_trainer.algorithm import ALGORITHMS, WITH_CLUSTERS
 from grpo_trainer.checkpoint import CheckpointError, _binding, _refuse_other_recipe, last_folder
@@ -313,6 +315,25 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     if name == "four bits":  # the model below the adapters, in the same precision
         path = recipe.model.path
         assert evaluate_model(recipe, path, "test").metrics["prompts"] == result.metrics["prompts"]
+
+
+def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that ends within the removal after its last step has nothing more to save, but to remove."""
+    recipe = small.recipe(tmp_path, "sft=null", "rl.steps=3", "checkpoints={every: 1, keep: 1}", "evaluation.every=0")
+    folder = tmp_path / "checkpoints"
+
+    def cut(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors and (folder / "rl-3").exists():
+            (path / "model" / "model.safetensors").unlink()
+            raise KeyboardInterrupt
+        shutil.rmtree(path, ignore_errors)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(checkpoint, "shutil", mock.Mock(rmtree=cut))
+        train(recipe)
+    assert sorted(path.name for path in folder.iterdir()) == [".old-rl-2", "rl-0", "rl-3"]
+    train(recipe, resume=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["rl-0", "rl-3"]
 
 
 def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
