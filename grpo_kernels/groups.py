@@ -208,8 +208,8 @@ def check_layout(
     Their number and largest size are read from the device, once, unless both are given. No group may exceed `limit`.
     """
     for name, value in (("num_groups", num_groups), ("max_size", max_size)):
-        if value is not None and checks.integer(op, name, value) < 0:
-            raise ValueError(f"{op}: {name} must not be negative, got {value}")
+        if value is not None and not 0 <= checks.integer(op, name, value) < 2**31:
+            raise ValueError(f"{op}: {name} must be from 0 to 2**31 - 1, got {value}")
     if max_size is not None and max_size > limit:
         raise ValueError(f"{op}: max_size must be at most {limit}, got {max_size}")
     count = rows.shape[0]

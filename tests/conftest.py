@@ -27,8 +27,9 @@ from tests.emulation import build
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=60)
 # without --all
 hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("project"), max_examples=20)
-# other examples each time, or those of --hypothesis-seed
-hypothesis.settings.register_profile("nightly", deadline=None, max_examples=600)
+# other examples each time, or those of --hypothesis-seed; under the sanitizers each takes three times as long
+hypothesis.settings.register_profile("nightly", deadline=None, max_examples=180)
+hypothesis.settings.register_profile("nightly-sanitized", deadline=None, max_examples=60)
 # for machines on which the first draw, which imports much, takes a minute
 hypothesis.settings.register_profile(
     "slow", hypothesis.settings.get_profile("project"), suppress_health_check=[hypothesis.HealthCheck.too_slow]

@@ -153,7 +153,7 @@ def _counts_and_shares(
         counts = _per_token(op, "teacher.mask", teacher.mask, _FLAGS, shape, head) != 0
     if takes_part is not None:
         counts = counts & takes_part
-    return counts, _shares(op, counts, teacher, shape, head) * teacher.coef
+    return counts, _shares(op, counts, teacher, shape, head) * float(teacher.coef)
 
 
 def _check_beta(op: str, teacher: Teacher) -> float:

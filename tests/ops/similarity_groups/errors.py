@@ -84,8 +84,8 @@ LAYOUT: Rows = {
     **each("groups", "must divide the number of rows, 6, got {}; pass a tensor of ids", 4, 12),
     **each("num_groups", "must be 2 for 6 rows in groups of 3, got {}", 3, 1),
     **each("max_size", "must be 3 for 6 rows in groups of 3, got {}", 4),
-    **each("num_groups", "must not be negative, got {}", -1),
-    **each("max_size", "must not be negative, got {}", -1),
+    **each("num_groups", "must be from 0 to 2**31 - 1, got {}", -1, 2**31),
+    **each("max_size", "must be from 0 to 2**31 - 1, got {}", -1, 2**31),
 }
 CONFIG: Rows = {
     **each("k_min", "must be at least 2, got {}", 1),

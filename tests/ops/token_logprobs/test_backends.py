@@ -54,10 +54,12 @@ on_dtypes = pytest.mark.parametrize(("backend", "dtype"), DTYPES, ids=str)
 def test_any_rows(backend: str, dtype: torch.dtype) -> None:
     is_fast = backend in FAST
 
+    # Over 3,000 batches in float32 the kernel's error of the gradient is as often above the reference's as below, twice
+    # as large in 25 and never six times; the reference's is twice the kernel's in 84.
     @settings(max_examples=examples(120) if is_fast else examples(18))
     @given(cases.batches(dtype, 300 if is_fast else 60))
     def check(case: tuple[Inputs, dict[str, Any]]) -> None:
-        assert_like_reference(case[0], backend, dtype, **case[1])
+        assert_like_reference(case[0], backend, dtype, 8.0, **case[1])
 
     check()
 
