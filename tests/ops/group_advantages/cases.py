@@ -180,6 +180,12 @@ def draw_steps() -> Inputs:
     }
 
 
+def draw_episodes() -> Inputs:
+    episode = torch.randint(0, 20, (60,))
+    rewards, groups = torch.randint(0, 3, (20,)).double()[episode], episode % 5
+    return draw_steps() | {"episode_rewards": rewards, "groups": groups, "rollouts": 7 * episode - 3}
+
+
 def call_steps(inputs: Inputs, backend: str | None) -> Results:
     return {"advantages": gk.gigpo_advantages(**inputs, episode_weight=0.7, step_weight=1.5, backend=backend)}
 
@@ -238,4 +244,5 @@ OPS = {
         rewrites={"permuted rows": permuted},
     ),
     "gigpo_advantages": Op(draw_steps, call_steps, SUPPORTS, rewrites=APART),
+    "gigpo_advantages of episodes": Op(draw_episodes, call_steps, SUPPORTS, rewrites=APART),
 }
