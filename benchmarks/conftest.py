@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--op", choices=OPS, help="only the cases of this op")
     group.addoption("--save", type=Path, help="the results as JSON, written after each; for tables and plots")
     group.addoption("--quick", action="store_true", help="compare the steady ratios with benchmarks/baseline.json")
+    group.addoption("--report-limits", action="store_true", help="a limit that is not met is an expected failure")
     group.addoption("--new-baseline", action="store_true", help="with --quick: write the ratios as the baseline")
 
 

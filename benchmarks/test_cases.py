@@ -28,7 +28,7 @@ ROUNDS, TARGET = 5, 0.02  # seconds of a round, but at least one call
 
 
 @pytest.mark.parametrize(("case", "who"), ROWS)
-def test_case(benchmark: Any, suite: Suite, case: Case, who: str) -> None:
+def test_case(benchmark: Any, suite: Suite, case: Case, who: str, request: pytest.FixtureRequest) -> None:
     benchmark.group = f"{case.op}: {case.name}"
     row = suite.measure(case, who)
     if "missing" in row:
@@ -36,18 +36,18 @@ def test_case(benchmark: Any, suite: Suite, case: Case, who: str) -> None:
     assert "refused" not in row, row["refused"]
     benchmark.extra_info.update({name: value for name, value in row.items() if name != "bars"})
     time(benchmark, suite, in_case(suite, case, who))
-    assert_met(row)
+    assert_met(row, request.config.getoption("--report-limits"))
 
 
 @pytest.mark.parametrize("sweep", sweeps(), ids=lambda sweep: f"{sweep.op}: {sweep.name}, scaling")
-def test_scaling(benchmark: Any, suite: Suite, sweep: Sweep) -> None:
+def test_scaling(benchmark: Any, suite: Suite, sweep: Sweep, request: pytest.FixtureRequest) -> None:
     """The time at the largest size; growth over all of them is judged by bars."""
     benchmark.group = f"{sweep.op}: {sweep.name}, scaling"
     result = suite.scale(sweep)
     benchmark.extra_info["exponent"] = result["exponent"]
     inputs = sweep.inputs(suite.device, sweep.sizes[-1])
     time(benchmark, suite, lambda: sweep.ours(inputs))
-    assert_met(result)
+    assert_met(result, request.config.getoption("--report-limits"))
 
 
 @pytest.mark.quick
@@ -73,6 +73,8 @@ def time(benchmark: Any, suite: Suite, call: Callable[[], Any]) -> None:
     benchmark.pedantic(lambda: (call(), wait()), rounds=rounds, iterations=iterations)
 
 
-def assert_met(result: dict[str, Any]) -> None:
+def assert_met(result: dict[str, Any], is_reported: bool = False) -> None:
     missed = [measure.verdict_of(bar) for bar in result["bars"] if bar["held"] is False]
+    if missed and is_reported:
+        pytest.xfail("; ".join(missed))
     assert not missed, missed

@@ -113,6 +113,8 @@ def test_rows_of_a_case_are_measured_judged_and_stored(tmp_path: Path) -> None:
     assert shown[-1].startswith("  bar met: ")
     with pytest.raises(AssertionError, match="NOT MET"):
         assert_met({"bars": [measure.judged(Bar("ratio at least", 1e9, "mean"), case, entry, None)]})
+    with pytest.raises(pytest.xfail.Exception, match="NOT MET"):
+        assert_met({"bars": [measure.judged(Bar("ratio at least", 1e9, "mean"), case, entry, None)]}, is_reported=True)
 
 
 def test_a_peer_with_other_results_is_refused_and_not_timed() -> None:
