@@ -103,6 +103,17 @@ def test_the_default_device_changes_nothing(name: str, backend: str) -> None:
         assert_same_bits(run(op, inputs, backend, op.working), expected)
 
 
+def test_the_default_device_changes_no_measurement() -> None:
+    """Neither metrics of segments nor the search for NaN among packed log-probs, which only one at the end reaches."""
+    tokens, bounds = -torch.rand(2, 6), torch.tensor([0, 4, 5])
+    segments = gk.endpoint_segments(tokens, tokens, tokens, values=tokens)
+    old = tokens[0].index_fill(0, torch.tensor([5]), NAN)  # of no row
+    expected = gk.segment_metrics(segments), gk.sampling_correction(old, tokens[1], cu_seqlens=bounds)
+    with torch.device("meta"):
+        assert gk.segment_metrics(segments) == expected[0]
+        assert torch.equal(gk.sampling_correction(old, tokens[1], cu_seqlens=bounds).weights, expected[1].weights)
+
+
 @functools.cache
 def threads_change_products() -> bool:
     """Whether torch's own products have other bits with more threads, as MKL's have on some CPUs of AMD."""

@@ -1,6 +1,7 @@
-"""Errors of gk.variants, token_shares, rollout_logprobs: the function, the argument, the rule, the value; and inputs.
+"""Errors of gk.variants, token_shares and rollout_logprobs, and inputs that they accept.
 
-Tensors of another dtype, shape or device are those of tests/ops/test_promises.py.
+An error names the function, the argument, the rule and the value. Tensors of another dtype, shape or device are those
+of tests/ops/test_promises.py.
 """
 
 from __future__ import annotations
