@@ -127,7 +127,7 @@ def main() -> list[float]:
     random.seed(options.seed)
 
     if options.model:
-        model = AutoModelForCausalLM.from_pretrained(options.model)
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     else:

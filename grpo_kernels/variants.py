@@ -159,12 +159,12 @@ def high_entropy_mask(
     Args:
         entropy: entropy of each token
         mask, cu_seqlens: as in policy_loss
-        quantile: share of the tokens to keep
+        quantile: share of the tokens to keep; 0 keeps those of the highest entropy
         floor: scalar, the least entropy to keep, for example found over all ranks; None means to find it here, as
             torch.quantile does
     """
     batch = _Batch("high_entropy_mask", entropy, mask, cu_seqlens, "entropy")
-    checks.finite(batch.op, "quantile", quantile, 0.0, open_end=True)
+    checks.finite(batch.op, "quantile", quantile, 0.0)
     if quantile > 1:
         raise ValueError(f"{batch.op}: quantile must be at most 1, got {quantile!r}")
     values = batch.leaf("entropy", entropy).detach()

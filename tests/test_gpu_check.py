@@ -232,7 +232,7 @@ def test_the_command_of_the_tests(tmp_path: Path) -> None:
     """Tests that fail, kill their process, hang or break the GPU cost no result of another one."""
     (tmp_path / "test_gpu.py").write_text(TESTS)
     step = gpu_check.tests("tests", "tests", {"cores": 1}, "-p", "tests.conftest", str(tmp_path))
-    command = [option.replace("timeout=300", "timeout=3") for option in step.command]
+    command = [option.replace("timeout=300", "timeout=15") for option in step.command]
     lines = tmp_path / "lines"
     command[command.index("--results") + 1] = str(lines)
     where = ["-c", str(build.ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]

@@ -69,8 +69,9 @@ GRPO_HD Terms terms_of(const Vector& log_q, const Vector& log_p, float beta) {
     return {part, part};
   } else {
     const Vector near = larger(every<Vector>(-kFarthest), smaller(every<Vector>(kFarthest), gap));
-    // log(q / mixture), and the same of p
-    const Vector of_q = -log(Vector(exp(near) * beta + (1 - beta))), of_p = of_q + near;
+    // log(q / mixture), and the same of p; NaN of either row stays
+    const Vector of_mixture = log(Vector(exp(near) * beta + (1 - beta)));
+    const Vector of_q = select((Bits)(gap == gap), Vector(-of_mixture), gap), of_p = of_q + near;
     const Vector slope = zero_unless(q, q * of_q * (1 - beta));
     return {slope + zero_unless(p, p * of_p * beta), slope};
   }

@@ -153,6 +153,7 @@ struct PolicySums {
   }
 
   GRPO_HD void add_is_weight(double weight) {
+    if (weight != weight) return;  // NaN is no weight
     is_sum += weight;
     is_square_sum += weight * weight;
     is_min = weight < is_min ? weight : is_min;

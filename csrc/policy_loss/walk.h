@@ -86,11 +86,13 @@ struct PolicyWalk {
     return is_of_row ? M::all(in.row_is_weight) : weight;
   }
 
+  // NaN is no weight.
   GRPO_HD void add_is_weight(const V& weight, const Flag& is_valid) {
-    const V valid_weight = M::select(is_valid, weight, M::all(0));
-    sums.is_sum += valid_weight;
-    sums.is_square_sum += valid_weight * valid_weight;
-    M::count(sums.is_count, is_valid);
+    const Flag is_number = is_valid & (weight == weight);
+    const V number = M::select(is_number, weight, M::all(0));
+    sums.is_sum += number;
+    sums.is_square_sum += number * number;
+    M::count(sums.is_count, is_number);
     extremes.is_min = M::lower(M::select(is_valid, weight, M::all(INFINITY)), extremes.is_min);
     extremes.is_max = M::higher(M::select(is_valid, weight, M::all(-INFINITY)), extremes.is_max);
   }
@@ -123,7 +125,11 @@ struct PolicyWalk {
     const bool is_on_policy = kIsAny && in.old_logprobs == nullptr;
     input.old_logprob = is_on_policy ? input.logprob : load(in.old_logprobs, k, left, is_valid);
     const V row_advantage = M::all(in.row_advantage);
-    const V advantage = in.advantages == nullptr ? row_advantage : load(in.advantages, k, left, is_valid);
+    V advantage = in.advantages == nullptr ? row_advantage : load(in.advantages, k, left, is_valid);
+    const Flag is_kept = kept_flags(k, left, is_valid);
+    if (has(in.policy_mask)) {  // NaN and inf of tokens without a policy term are 0
+      advantage = M::select(is_kept | (advantage - advantage == zero), advantage, zero);
+    }
     input.advantage = loss() == Loss::kGeoMean ? row_advantage : advantage;
     input.phi_positive = M::all(in.phi_positive);
     input.phi_other = M::all(in.phi_other);
@@ -147,7 +153,7 @@ struct PolicyWalk {
 
     V factor = weight;
     if (!kIsClip) factor = importance_weight(k, left, is_valid) * weight;
-    const Flag has_loss = is_term & kept_flags(k, left, is_valid);
+    const Flag has_loss = is_term & is_kept;
     factor = M::select(has_loss, factor, zero);
     sums.policy_loss += M::select(has_loss, term.value, zero) * factor;
     const V scale = factor * M::all(policy_share);

@@ -275,8 +275,9 @@ def _credit_responses(
     within = gk.group_advantages(rewards, size, subgroups=clusters.labels, lengths=lengths, config=config)
     advantages = plan.similarity.within * within.advantages
     if plan.similarity.between > 0:
-        unshrunk = dataclasses.replace(config, shrinkage=0.0)
-        between = gk.group_advantages(rewards, size, lengths=lengths, config=unshrunk).advantages
+        singleton = "zero" if config.singleton == "parent" else config.singleton
+        whole = dataclasses.replace(config, shrinkage=0.0, singleton=singleton)  # nothing is above a prompt
+        between = gk.group_advantages(rewards, size, lengths=lengths, config=whole).advantages
         advantages = advantages + plan.similarity.between * torch.where(clusters.labels >= 0, between, 0)
     return Credit(advantages, metrics=gk.similarity_metrics(clusters), clusters=clusters)
 

@@ -21,6 +21,7 @@ def loss_metrics(
     merged = gk.PolicyLossMetrics.merge(torch.stack(metric_tensors)).tolist()
     m = dict(zip(gk.PolicyLossMetrics.names, merged, strict=True))
     tokens, terms, steps = max(m["tokens"], 1), max(m["terms"], 1), len(metric_tensors)
+    clippable = tokens if plan.loss.loss == "geo_mean" else terms  # GMPO clips tokens, its terms are rows
     mean_ratio = m["ratio_sum"] / terms
     metrics = {
         "train/total_loss": sum(losses) / steps,
@@ -30,8 +31,8 @@ def loss_metrics(
         "train/ratio_std": math.sqrt(max(0.0, m["ratio_spread_sum"] / terms - (mean_ratio - 1) ** 2)),
         "train/ratio_min": m["ratio_min"],
         "train/ratio_max": m["ratio_max"],
-        "train/clip_low": m["low_clipped"] / terms,
-        "train/clip_high": m["high_clipped"] / terms,
+        "train/clip_low": m["low_clipped"] / clippable,
+        "train/clip_high": m["high_clipped"] / clippable,
         "train/grad_norm": sum(grad_norms) / steps,
         "train/optimizer_steps": float(steps),
         "train/tokens": m["tokens"] / steps,

@@ -18,7 +18,7 @@ import trl
 import grpo_kernels as gk
 from grpo_kernels.integrations.trl import head as _head
 from grpo_kernels.integrations.trl import patch_trl
-from grpo_kernels.integrations.trl.arguments import check_segments
+from grpo_kernels.integrations.trl.arguments import check_policy_term, check_segments
 from tests.integrations import tiny_trl
 from tests.integrations.tiny_trl import letters
 from tests.integrations.tiny_trl import trainer as made
@@ -43,12 +43,29 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {},
         "loss.loss must not be 'geo_mean', who",
     ),
+    (
+        {"loss": gk.LossConfig()},
+        {"epsilon_high": 0.28},
+        r"epsilon_high must be left out with a LossConfig, .*got 0\.28",
+    ),
+    (
+        {"loss": gk.LossConfig()},
+        {"importance_sampling_level": "sequence"},
+        "importance_sampling_level must be left out",
+    ),
+    ({"loss": gk.LossConfig()}, {"vespo_k_neg": 4.0}, "vespo_k_neg must be left out"),
+    (
+        {"loss": gk.LossConfig(ratio="sequence_token")},
+        {},
+        r"use_bias_correction_kl must be False with LossConfig\(ratio='sequence_token'\) and beta",
+    ),
     ({"advantages": gk.AdvantageConfig(reward_weights=(1.0, 2.0))}, {}, "advantages.reward_weights must be left out"),
     ({"advantages": gk.AdvantageConfig("remax")}, {}, "advantages must not need baselines, .* got estimator 'remax'"),
     ({"advantages": gk.AdvantageConfig(shrinkage=4.0)}, {}, "similarity and embedder must be given for advantages"),
     (SEGMENTS, {}, "scale_rewards must be 'none' with segments, got 'group'"),
     (SEGMENTS, PLAIN | {"importance_sampling_level": "sequence"}, "importance_sampling_level must be 'token'"),
     (SEGMENTS, PLAIN | {"loss_type": "vespo"}, "loss_type must not be 'vespo' with segments"),
+    (SEGMENTS, PLAIN | KEPT, "top_entropy_quantile must be 1 with segments"),
     (SEGMENTS, {"scale_rewards": "none"}, "use_bias_correction_kl must be False"),
     (SEGMENTS | {"masked_rows": "vote"}, PLAIN, "masked_rows must be 'leave_out' with segments, .*, got 'vote'"),
     (SEGMENTS | {"flat_groups": "leave_out"}, PLAIN, "flat_groups must be 'keep' with segments"),
@@ -86,6 +103,20 @@ def test_evaluation_of_segments_keeps_prompts_whole(tmp_path: Path, monkeypatch:
     trainer.args.per_device_eval_batch_size = 6
     with pytest.raises(ValueError, match=r"per_device_eval_batch_size must hold whole groups of 4 .*, got 6"):
         check_segments(trainer)
+
+
+def test_weights_of_vllm_that_a_loss_cannot_use(tmp_path: Path) -> None:
+    for options, wrong, right in (
+        ({"loss": gk.LossConfig("vespo")}, "sequence_mask", "token_mask"),
+        (SEGMENTS, "token_truncate", "sequence_truncate"),
+    ):
+        trainer = made(tmp_path, changes=PLAIN, **options)
+        trainer.use_vllm, trainer.args.vllm_importance_sampling_mode = True, wrong
+        check = check_segments if options is SEGMENTS else check_policy_term
+        with pytest.raises(ValueError, match=rf"^FusedGRPOTrainer: vllm_importance_sampling_mode must .* '{wrong}'$"):
+            check(trainer)
+        trainer.args.vllm_importance_sampling_mode = right
+        check(trainer)
 
 
 def test_a_fused_head_that_is_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,16 @@ def test_patches_are_taken_back() -> None:
     assert [{name: vars(module).get(name) for name in names} for module in modules] == before
 
 
+def test_results_have_the_precision_of_trls(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, index = torch.randn(2, 3, 11).bfloat16(), torch.zeros(2, 3, dtype=torch.long)
+    for is_on_gpu, dtype in ((False, torch.bfloat16), (True, torch.float32)):
+        monkeypatch.setattr(trl_patch, "uses_triton", lambda device, answer=is_on_gpu: answer)
+        logprobs, entropy = trl_patch.selective_log_softmax_and_entropy(logits, index)
+        assert logprobs.dtype == entropy.dtype == dtype
+        own = gk.token_logprobs(logits, index, return_entropy=True)
+        assert torch.equal(logprobs, own.logprobs.to(dtype)) and torch.equal(entropy, own.entropy.to(dtype))
+
+
 INDEX = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(0))
 IS_ROW = (torch.arange(5) < torch.tensor([[5], [2], [4]])).long()
 SCORED = {

@@ -98,6 +98,9 @@ def test_advantages_within_and_between_clusters() -> None:
     both = advantages("similarity_group_grpo", within=0.5, between=1.0)
     torch.testing.assert_close(both, between + 0.5 * advantages("similarity_group_grpo", within=1.0, between=0.0))
     assert not torch.equal(both, between)
+    similarity = {"within": 0.5, "between": 1.0}
+    alone = credited({"name": "similarity_group_grpo", "similarity": similarity, "advantage": {"singleton": "parent"}})
+    torch.testing.assert_close(alone[1].advantages[4:6], 1.5 * between[4:6])
     shared = advantages("similarity_group_grpo", within=0.0, between=1.0, sharing=1.0)
     expected = gk.group_advantages(share_rewards(REWARDS.float(), CLUSTERS, 6, 1.0), 6).advantages
     assert torch.equal(shared, expected)

@@ -17,16 +17,19 @@ import pytest
 import torch
 from grpo_trainer import sft
 from grpo_trainer import train as training
+from grpo_trainer.algorithm import Plan
 from grpo_trainer.embed import load_embedder
+from grpo_trainer.metrics import loss_metrics
 from grpo_trainer.optimizer import lr_factor
 from grpo_trainer.policy import Policy, Reference
-from grpo_trainer.recipe import Critic, Optimizer, Recipe, Similarity
+from grpo_trainer.recipe import Algorithm, Critic, Optimizer, Recipe, Rl, Similarity
 from grpo_trainer.rollout import Rollout, roll_out
 from grpo_trainer.setup import set_up
 from grpo_trainer.tiny import train_tokenizer
 from grpo_trainer.train import train
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import grpo_kernels as gk
 from tests.trainer import small
 from tests.trainer.small import lines, rewarded_by, steps
 
@@ -89,6 +92,13 @@ def test_the_first_ratio_is_one_and_later_ones_are_not(tmp_path: Path, iteration
     if iterations == 1:  # both are k3, before the weights change
         assert metrics["train/kl_rollout"] == pytest.approx(metrics["train/kl_mean"], rel=1e-3)
         assert metrics["train/kl_rollout"] > 1e-5
+
+
+def test_gmpo_clips_tokens_although_its_terms_are_rows() -> None:
+    plan = Plan.of(Rl(algorithm=Algorithm(name="gmpo")))
+    logprobs, advantages = torch.zeros(4, 10), torch.tensor([1.0, 1.0, 1.0, -1.0])
+    result = gk.policy_loss(logprobs, logprobs - 1, advantages, config=plan.loss)
+    assert loss_metrics([result.metrics.tensor], [0.0], [0.0], plan)["train/clip_high"] == pytest.approx(0.75)
 
 
 def test_minibatches_are_as_many_as_asked_and_responses_may_be_empty(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ NORM = "seq-mean-token-sum-norm"
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (OPSM, {"threshold": -1.0}, "threshold must be a finite number of at least 0, got -1.0"),
     (ENTROPY, {"quantile": 1.5}, "quantile must be at most 1, got 1.5"),
-    (ENTROPY, {"quantile": 0.0}, "quantile must be a finite number above 0, got 0.0"),
+    (ENTROPY, {"quantile": -0.1}, "quantile must be a finite number of at least 0, got -0.1"),
     (ENTROPY, {"quantile": 0.5, "floor": torch.ones(2)}, "floor must have one element, got shape [2]"),
     (COV, {"ratio": 0.0}, "ratio must be a finite number above 0, got 0.0"),
     (COV, {"ratio": 2.0}, "ratio must be at most 1, got 2.0"),
@@ -67,6 +67,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (SHARES, {"aggregation": NORM}, f"max_length must be given with aggregation={NORM!r}, and only then, got None"),
     (SHARES, {"max_length": 3}, "max_length must be given with aggregation='seq-mean-token-sum-norm'"),
     (SHARES, {"count": 0.0}, "count must be a finite number above 0, got 0.0"),
+    (SHARES, {"count": 6.0, "aggregation": "token-sum"}, "count must be None with aggregation='token-sum', which divi"),
     (SHARES, {"count": torch.ones(2)}, "count must have one element, got shape [2]"),
     *(
         (

@@ -114,7 +114,7 @@ def test_off_policy_rows_of_negative_advantage_are_dropped() -> None:
     assert torch.equal(by_row | ~mask, ~(is_far & torch.tensor([True, False, True, True]))[:, None] | ~mask)
 
 
-@pytest.mark.parametrize("quantile", [1.0, 0.5, 0.3, 0.01])
+@pytest.mark.parametrize("quantile", [1.0, 0.5, 0.3, 0.01, 0.0])
 def test_high_entropies_are_those_of_a_quantile(quantile: float) -> None:
     batch = draw()
     values = batch["entropy"][batch["mask"]]

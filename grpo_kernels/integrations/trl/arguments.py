@@ -5,12 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from trl import GRPOConfig
+
 import grpo_kernels as gk
 
 # Fields of a LossConfig that describe its policy term. GRPOConfig has the others.
 POLICY_TERM = (
     *("loss", "ratio", "clip_low", "clip_high", "dual_clip", "delta", "ratio_cap", "sapo_temperatures", "vespo_shape"),
     *("dro_beta", "log_ratio_clamp"),
+)
+# Fields of GRPOConfig that describe the policy term of loss_type.
+_REPLACED = (
+    *("epsilon", "epsilon_high", "delta", "importance_sampling_level", "sapo_temperature_pos", "sapo_temperature_neg"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 )
 
 
@@ -29,6 +36,36 @@ def check_loss(loss: gk.LossConfig) -> None:
                 f"FusedGRPOTrainer: loss.{field.name} must be left out, as GRPOConfig decides on it, got "
                 f"{getattr(loss, field.name)!r}"
             )
+
+
+def check_policy_term(trainer: Any) -> None:
+    """Refuses settings of a trainer that a LossConfig makes void, or that it does not go with."""
+    loss, args = trainer.policy_term, trainer.args
+    if loss is None:
+        return
+    defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    for name in _REPLACED:
+        if (value := getattr(args, name)) != defaults[name]:
+            raise ValueError(
+                f"FusedGRPOTrainer: {name} must be left out with a LossConfig, which replaces the policy term that it "
+                f"belongs to, got {value!r}"
+            )
+    is_of_tokens = args.vllm_importance_sampling_mode in ("token_truncate", "token_mask")
+    if loss.loss == "vespo" and _corrects(trainer) and not is_of_tokens:
+        raise ValueError(
+            "FusedGRPOTrainer: vllm_importance_sampling_mode must be 'token_truncate' or 'token_mask' with "
+            f"LossConfig('vespo'), got {args.vllm_importance_sampling_mode!r}"
+        )
+    if loss.ratio == "sequence_token" and trainer.beta != 0.0 and args.use_bias_correction_kl:
+        raise ValueError(
+            "FusedGRPOTrainer: use_bias_correction_kl must be False with LossConfig(ratio='sequence_token') and beta, "
+            "as it weighs a token's KL by the ratio, got True"
+        )
+
+
+def _corrects(trainer: Any) -> bool:
+    """Whether vLLM's importance weights enter the loss."""
+    return bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
 
 
 def check_advantages(advantages: gk.AdvantageConfig | None, similarity: gk.SimilarityConfig | None) -> None:
@@ -76,6 +113,18 @@ def check_segments(trainer: Any) -> None:
             "must be 'token' with segments, whose ratio is of the segment",
         ),
         ("loss_type", trainer.loss_type, trainer.loss_type != "vespo", "must not be 'vespo' with segments"),
+        (
+            "vllm_importance_sampling_mode",
+            trainer.args.vllm_importance_sampling_mode,
+            not _corrects(trainer) or trainer.args.vllm_importance_sampling_mode.startswith("sequence"),
+            "must be 'sequence_mask' or 'sequence_truncate' with segments, whose term reads the weight of one token",
+        ),
+        (
+            "top_entropy_quantile",
+            trainer.top_entropy_quantile,
+            trainer.top_entropy_quantile == 1.0,
+            "must be 1 with segments, whose term stands for tokens of any entropy",
+        ),
         (
             "multi_objective_aggregation",
             trainer.multi_objective_aggregation,

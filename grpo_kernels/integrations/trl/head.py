@@ -82,9 +82,14 @@ def head_calls(compute: HeadCall) -> Iterator[None]:
             setattr(host, name, original)
 
 
-def logprobs(head: HeadInputs, outputs: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+def logprobs(head: HeadInputs, outputs: Sequence[str], backend: str | None = None) -> tuple[Tensor, Tensor | None]:
     result = gk.linear_logprobs(
-        head.hidden, head.lm_head, head.targets, temperature=head.temperature, return_entropy="entropy" in outputs
+        head.hidden,
+        head.lm_head,
+        head.targets,
+        temperature=head.temperature,
+        return_entropy="entropy" in outputs,
+        backend=backend,
     )
     return result.logprobs, result.entropy
 
@@ -100,10 +105,10 @@ def _places(head: HeadInputs, scored: Tensor) -> Tensor:
     return places
 
 
-def padded_logprobs(head: HeadInputs, scored: Tensor) -> tuple[Tensor, Tensor]:
+def padded_logprobs(head: HeadInputs, scored: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [B, T] of the scored tokens, 0 for the others."""
     places = _places(head, scored)
-    values, entropy = logprobs(head, ("entropy",))
+    values, entropy = logprobs(head, ("entropy",), backend)
     assert entropy is not None
 
     def padded(value: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import trl.trainer.utils as host
 from torch import Tensor
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from trl.kernels.chunked_logprob import _use_triton as uses_triton
 
 import grpo_kernels as gk
 from grpo_kernels.checks import boolean
@@ -153,8 +154,9 @@ def selective_log_softmax_and_entropy(
 def _scored(
     logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None, with_entropy: bool
 ) -> gk.TokenLogprobs:
-    """Log-probs and entropies in the logits' precision, as in TRL off the GPU."""
+    """Log-probs and entropies in the precision of TRL's: float32 from its Triton kernel, else that of the logits."""
+    dtype = torch.promote_types(logits.dtype, torch.float32) if uses_triton(logits.device) else logits.dtype
     targets = index if row_mask is None else torch.where(row_mask != 0, index, -100)
     result = gk.token_logprobs(logits, targets, temperature=temperature, return_entropy=with_entropy)
-    entropy = None if result.entropy is None else result.entropy.to(logits.dtype)
-    return gk.TokenLogprobs(result.logprobs.to(logits.dtype), entropy)
+    entropy = None if result.entropy is None else result.entropy.to(dtype)
+    return gk.TokenLogprobs(result.logprobs.to(dtype), entropy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import json
 from collections.abc import Callable, Sequence
@@ -20,7 +21,13 @@ import grpo_kernels as gk
 from grpo_kernels.checks import instance, unknown
 from grpo_kernels.integrations.trl import composed, counting
 from grpo_kernels.integrations.trl import head as fused_head
-from grpo_kernels.integrations.trl.arguments import POLICY_TERM, check_advantages, check_loss, check_segments
+from grpo_kernels.integrations.trl.arguments import (
+    POLICY_TERM,
+    check_advantages,
+    check_loss,
+    check_policy_term,
+    check_segments,
+)
 from grpo_kernels.integrations.trl.installed import refuse_other_trl
 
 _THRESHOLD = "segment_threshold.json"  # in a checkpoint
@@ -122,7 +129,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.advantages, self.policy_term = advantages, loss if isinstance(loss, gk.LossConfig) else None
         self.loss_function = loss if callable(loss) else None
         self.similarity, self.embedder, self.segments, self.kernel_backend = similarity, embedder, segments, backend
-        self.head, self._head_call = head, fused_head.logprobs
+        self.head, self._head_call = head, functools.partial(fused_head.logprobs, backend=backend)
         self.masked_rows, self.flat_groups, self.entropy_mean = masked_rows, flat_groups, entropy_mean
         self.rollouts = counting.Rollouts(self)
         self.threshold = None if segments is None else gk.SegmentThreshold(segments)
@@ -134,6 +141,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             )
         if head == "fused":
             fused_head.check_fused(self)
+        check_policy_term(self)
         if segments is not None:
             check_segments(self)
         self._loss_config(0.0)  # refuses unsupported settings now rather than at the first step
@@ -339,16 +347,16 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             def compute(head: fused_head.HeadInputs, outputs: Sequence[str]) -> tuple[Tensor, None]:
                 scored = inputs["completion_mask"] != 0
                 if composed.needs_logprobs(self):
-                    results.append(compose(*fused_head.padded_logprobs(head, scored)))
+                    results.append(compose(*fused_head.padded_logprobs(head, scored, self.kernel_backend)))
                 else:
                     results.append(fused_head.packed_policy_loss(head, tokens, scored, **options))
                 return results[-1].loss.expand(len(head.targets)), None  # the outputs must depend on the head
 
-            self._head_call = compute
+            scoring, self._head_call = self._head_call, compute
             try:
                 _, _, aux_loss = self._forward(model, inputs, with_aux_loss=self.aux_loss_enabled)
             finally:
-                self._head_call = fused_head.logprobs
+                self._head_call = scoring
             (result,) = results
             return result, aux_loss
         logprobs, entropy, aux_loss = self._forward(

@@ -248,7 +248,7 @@ class _Terms:
         return share if self.config.max_length is None else share / self.config.max_length
 
     def _shares(self, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        unit = "tokens" if self.config.aggregation == "token-mean" else "rows"
+        unit = {"token-mean": "tokens", "token-sum": "none"}.get(self.config.aggregation, "rows")
         return gk.token_shares(
             mask,
             cu_seqlens=cu_seqlens,

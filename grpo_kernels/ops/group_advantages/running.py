@@ -1,7 +1,7 @@
 """Baselines and norms that go on from batch to batch, for rewards without a group to compare with.
 
 A state holds one entry per key: an agent, a prompt, a domain. Rows are taken in their order, so that a key may stand in
-several of them. Nothing waits for the GPU.
+several of them. Keys are read on the host; nothing else waits for the GPU.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Running:
         slots = [self._slots.setdefault(key, len(self._slots)) for key in listed]
         new = len(self._slots) - len(self._state)
         initial = torch.tensor(self._initial, dtype=torch.float64).expand(new, -1)
-        self._state = torch.cat([self._state.to(rewards.device), initial.to(rewards.device)])
+        self._state = torch.cat([self._state.to(rewards.device), initial.to(rewards.device, non_blocking=True)])
         return rewards.double(), _Order(slots, rewards.device)
 
 
@@ -63,7 +63,7 @@ class _Order:
         of = [slots[row] for row in order]
         last = [i for i, slot in enumerate(of) if i + 1 == len(of) or of[i + 1] != slot]
         self.rows, self.slots, self.last = (
-            torch.tensor(part, dtype=torch.long).to(device) for part in (order, of, last)
+            torch.tensor(part, dtype=torch.long).to(device, non_blocking=True) for part in (order, of, last)
         )
 
     def scan(self, decay: Tensor, gain: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,7 +207,7 @@ class RunningNorm(_Running):
         def reduced(how: str, numbers: Tensor, initial: float = 0.0) -> Tensor:
             """Over the scored rows of each slot, in a fixed order."""
             taken = torch.where(scored, numbers, initial)[order.rows]
-            return torch.segment_reduce(taken, how, lengths=lengths, initial=initial)
+            return torch.segment_reduce(taken, how, lengths=lengths, initial=initial, unsafe=True)
 
         def spread(of_slot: Tensor) -> Tensor:
             """From one number a slot to one a row."""

@@ -161,13 +161,18 @@ def check_positions(op: str, positions: object, targets: Tensor) -> Tensor | Non
         return positions.reshape(-1).nonzero().squeeze(1)
     if positions.dim() != 1:
         raise ValueError(f"{op}: positions must be a mask or have shape [P], got {list(positions.shape)}")
-    if positions.device.type == "cpu" and positions.numel() > 0 and not torch.compiler.is_compiling():
-        ordered = positions.long().sort().values
+    if positions.numel() == 0:
+        return positions.long()
+    ordered = positions.long().sort().values
+    rule = f"{op}: positions must be different places in [0, {targets.numel()})"
+    if positions.device.type != "cpu" or torch.compiler.is_compiling():
+        differ = (ordered.diff() > 0).all()
+        torch._assert_async(differ & (ordered[0] >= 0) & (ordered[-1] < targets.numel()), rule)
+    else:
         repeated = int((ordered.diff() == 0).sum())
         if int(ordered[0]) < 0 or int(ordered[-1]) >= targets.numel() or repeated > 0:
             raise ValueError(
-                f"{op}: positions must be different places in [0, {targets.numel()}), got values from "
-                f"{int(ordered[0])} to {int(ordered[-1])}, {repeated} of them repeated"
+                f"{rule}, got values from {int(ordered[0])} to {int(ordered[-1])}, {repeated} of them repeated"
             )
     return positions.long()
 

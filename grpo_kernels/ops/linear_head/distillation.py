@@ -11,6 +11,7 @@ from grpo_kernels.ops.linear_head import whole_distillation_op as whole_op
 from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_weight_grad
 from grpo_kernels.ops.linear_head.head import LMHead
 from grpo_kernels.ops.linear_head.logprobs_op import SUPPORTS
+from grpo_kernels.ops.linear_head.precomputed import may_precompute
 from grpo_kernels.ops.linear_head.teacher import DistillationLoss, Teacher, check_teacher, check_whole_teacher
 
 _OP = "linear_distillation_loss"
@@ -31,7 +32,8 @@ def linear_distillation_loss(
     """Divergence of the student from a teacher, of whom the k most probable tokens or the hidden states are known.
 
     The loss is its mean over the tokens, computed with its gradient in three matrix products, four with the teacher's
-    hidden states. The logits of only one chunk of tokens are in memory at a time.
+    hidden states, and one more of each head in float16, whose gradient the backward computes. The logits of only one
+    chunk of tokens are in memory at a time.
 
     Args:
         hidden: [..., H], one row per token (shift first); bfloat16, float16, float32, float64 on the CPU
@@ -57,7 +59,8 @@ def linear_distillation_loss(
     device = inputs.hidden.device
     chosen = backends.select(_OP, backend, device.type, inputs.hidden.dtype, SUPPORTS, device.index)
     is_added = chosen != "reference" and torch.is_grad_enabled() and any(inputs.needs_grad)
-    check_weight_grad(_OP, weight_grad, inputs, is_added, "with the reference backend and without gradients")
+    is_added = is_added and may_precompute(inputs.hidden)
+    check_weight_grad(_OP, weight_grad, inputs, is_added, "with the reference backend, without gradients or in float16")
     takes_part = None
     if mask is not None:
         checks.tensor(_OP, "mask", mask, _FLAGS)

@@ -21,7 +21,7 @@ from grpo_kernels.ops.linear_head.chunks import Chunk, Gradients, Products, Sepa
 from grpo_kernels.ops.linear_head.divergence import ABSENT, KINDS, LEAST_REST, RENORMALISE, TAILS, TeacherTokens
 from grpo_kernels.ops.linear_head.head import FACTORS, Head
 from grpo_kernels.ops.linear_head.logprobs_op import KERNELS, fake_gradients
-from grpo_kernels.ops.linear_head.precomputed import PrecomputedGradient
+from grpo_kernels.ops.linear_head.precomputed import PrecomputedGradient, RecomputedGradient, may_precompute
 from grpo_kernels.ops.linear_head.sizes import chunks, tokens_per_chunk
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
@@ -116,7 +116,7 @@ def _terms(
     total = slopes.sum(1)
     by_rest = shares * (total * log_rest.exp() - slopes[:, -1])
     # logits that no category depends on, or none at all
-    by_rest = torch.where((others > -torch.inf) & (teacher.tail != RENORMALISE), by_rest, 0)
+    by_rest = torch.where((others != -torch.inf) & (teacher.tail != RENORMALISE), by_rest, 0)
     by_id = separate.slopes[:, : ids.shape[1]] * (slopes[:, :-1] - total[:, None] * log_q[:, :-1].exp())
     by_id = torch.where(counts[:, None], shares[:, None] * by_id, 0)
     values, mass = torch.where(counts, values, 0), torch.where(counts, log_mass.exp(), 0)
@@ -260,14 +260,19 @@ def apply(
         return _reference.forward(head, teacher)
     chunking = Chunking.of(teacher.shares, head, chunk_size)
 
-    def compute(factors: tuple[Tensor | None, ...], needs: list[bool]) -> tuple[Tensor, ...]:
-        inputs = Distillation(head.with_factors(*factors), teacher, chunking, needs)
+    def compute(
+        factors: tuple[Tensor | None, ...], needs: list[bool], upstream: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        own = teacher if upstream is None else dataclasses.replace(teacher, shares=teacher.shares * upstream)
+        inputs = Distillation(head.with_factors(*factors), own, chunking, needs)
         if torch.compiler.is_compiling():
             return cast(tuple[Tensor, ...], LOSS(backend, inputs))
         return forward(backend, inputs, into)
 
     if not (torch.is_grad_enabled() and any(head.needs_grad)):
         return cast(tuple[Tensor, Tensor, Tensor], compute(head.factors, [False] * len(FACTORS))[:3])
+    if not may_precompute(head.hidden):
+        return cast(tuple[Tensor, Tensor, Tensor], RecomputedGradient.apply(*head.factors, compute))  # type: ignore[no-untyped-call]
     arguments = (op, (only, ""), backend, compute, into is not None)
     results = PrecomputedGradient.apply(*head.factors, *arguments)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, Tensor, Tensor], results)

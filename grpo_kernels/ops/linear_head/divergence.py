@@ -99,21 +99,21 @@ def categories(
     log_mass, log_rest = among - total, others - total
     nothing = torch.full_like(others, -math.inf)
     if tail == RENORMALISE:
-        has_any = among > -math.inf
+        has_any = among != -math.inf
         log_p = log_p - torch.where(has_any, logsumexp(log_p), 0)[:, None]
         log_q, last = chosen - torch.where(has_any, among, 0)[:, None], (nothing, nothing)
     else:
         log_q = chosen - total[:, None]
         left = torch.log((-torch.expm1(logsumexp(log_p))).clamp(min=LEAST_REST))
-        exists = (others > -math.inf) & (tail == BUCKET)
+        exists = (others != -math.inf) & (tail == BUCKET)
         last = torch.where(exists, left, nothing), torch.where(exists, log_rest, nothing)
     log_p, log_q = (torch.cat([values, end[:, None]], 1) for values, end in zip((log_p, log_q), last, strict=True))
     return log_p, log_q, log_mass, log_rest
 
 
 def divergence(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> Tensor:
-    """The part of each category."""
-    exists = log_p > -math.inf
+    """The part of each category; NaN stays."""
+    exists = log_p != -math.inf
     log_p, log_q = torch.where(exists, log_p, 0), torch.where(exists, log_q, 0)
     p, (q, finite) = log_p.exp(), student(log_q)
     if kind == FORWARD_KL:
@@ -128,7 +128,7 @@ def divergence(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> Tensor:
 
 def slopes(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> Tensor:
     """The derivative of the divergence by the log-probability of each category of the student."""
-    exists = log_p > -math.inf
+    exists = log_p != -math.inf
     log_p, log_q = torch.where(exists, log_p, 0), torch.where(exists, log_q, 0)
     p, (q, finite) = log_p.exp(), student(log_q)
     if kind == FORWARD_KL:
@@ -142,7 +142,7 @@ def slopes(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> Tensor:
 
 def student(log_q: Tensor) -> tuple[Tensor, Tensor]:
     """Probabilities, and their logarithms with 0 for that of 0, so that their product is 0 and not NaN."""
-    has_any = log_q > -math.inf
+    has_any = log_q != -math.inf
     finite = torch.where(has_any, log_q, 0)
     return torch.where(has_any, finite.exp(), 0), finite
 

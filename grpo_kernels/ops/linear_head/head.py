@@ -221,8 +221,10 @@ class Head:
         return dataclasses.replace(self, hidden=hidden, weight=weight, bias=bias, lora_a=lora_a, lora_b=lora_b)
 
     def without(self, is_ignored: Tensor) -> Head:
-        """Sets hidden states of ignored tokens to 0, because NaN there times a gradient of 0 would be NaN."""
-        return dataclasses.replace(self, hidden=torch.where(is_ignored[:, None], 0, self.hidden))
+        """Replaces numbers of ignored tokens, because NaN there times a gradient of 0 would be NaN."""
+        temperature = None if self.row_temperature is None else torch.where(is_ignored, 1, self.row_temperature)
+        hidden = torch.where(is_ignored[:, None], 0, self.hidden)
+        return dataclasses.replace(self, hidden=hidden, row_temperature=temperature)
 
     def at(self, tokens: Tensor) -> Head:
         """Only these tokens."""

@@ -24,6 +24,7 @@ from grpo_kernels.ops.linear_head.arguments import (
 from grpo_kernels.ops.linear_head.chunking import chunking_of, split_tokens
 from grpo_kernels.ops.linear_head.divergence import TeacherTokens
 from grpo_kernels.ops.linear_head.head import Head, LMHead, Shard
+from grpo_kernels.ops.linear_head.precomputed import may_precompute
 from grpo_kernels.ops.linear_head.sizes import tokens_per_chunk
 from grpo_kernels.ops.linear_head.support import check_support
 from grpo_kernels.ops.linear_head.teacher import DistillationLoss, Teacher, check_teacher
@@ -106,8 +107,9 @@ def linear_policy_loss(
             head's vocab_start must be None
         return_entropy: measure the entropy even if the config does not need it
         memory: "fast" computes the gradient with the loss, and backward runs once. "low" recomputes the logits in the
-            backward. "low" is also used if a sequence ratio needs more tokens at a time than a chunk has, and with
-            term_index and a sequence ratio in more than one chunk
+            backward. "low" is also used in float16, where a loss scaler must come before the gradient, if a sequence
+            ratio needs more tokens at a time than a chunk has, and with term_index and a sequence ratio in more than
+            one chunk
         compact: leave excluded tokens out of all products, and tokens without a gradient out of two in three; None
             means on the CPU. On a GPU it waits for the device once; unless it is False, integer positions leave the
             others out without that
@@ -160,14 +162,18 @@ def linear_policy_loss(
     if at is not None and not is_compact and compact is not False and not torch.compiler.is_compiling():
         chosen_tokens, inputs = _at_positions(inputs, at)
         call = call._replace(head=inputs)
-    is_fast = memory == "fast" and chosen != "reference" and torch.is_grad_enabled() and any(inputs.needs_grad)
+    wants_grad = chosen != "reference" and torch.is_grad_enabled() and any(inputs.needs_grad)
+    is_fast = memory == "fast" and wants_grad and may_precompute(inputs.hidden)
     chunking = None
     if is_fast and not (torch.compiler.is_compiling() and _needs_eager(taught, _backend_of_loss(layout, chosen))):
         shares = None if taught is None else taught.shares
         split = split_tokens(layout, inputs, policy, config, index, shares) if is_compact else (None, chosen_tokens)
         chunking = chunking_of(layout, inputs, policy, config, want_entropy, split, index, size, shard)
     if chunking is None:
-        otherwise = "where memory='low' runs (see memory; also with the reference backend and without gradients)"
+        otherwise = (
+            "where memory='low' runs (see memory: in float16, for example; also with the reference backend and "
+            "without gradients)"
+        )
         check_weight_grad(_OP, weight_grad, inputs, False, otherwise)
         measured = chosen_tokens
         if is_compact:
@@ -278,7 +284,9 @@ def _over_support(call: _Call, support: tuple[Tensor, Tensor], chosen: str) -> P
     layout, head, policy, weight_grad = call.layout, call.head, call.policy, call.weight_grad
     entries = check_support(_OP, support, head)
     is_added = chosen != "reference" and torch.is_grad_enabled()
-    check_weight_grad(_OP, weight_grad, head, is_added, "with the reference backend and without gradients")
+    is_added = is_added and (call.teacher is None or may_precompute(head.hidden))
+    otherwise = "with the reference backend, without gradients or with a teacher in float16"
+    check_weight_grad(_OP, weight_grad, head, is_added, otherwise)
     if weight_grad is not None and not weight_grad.is_contiguous():
         raise ValueError(
             f"{_OP}: weight_grad must be contiguous with support, got strides {list(weight_grad.stride())}"
@@ -372,5 +380,4 @@ def _is_compact(compact: bool | None, layout: Layout) -> bool:
 def _at_positions(head: Head, at: Tensor) -> tuple[Tensor, Head]:
     """The only tokens to compute, ascending, found without a wait; those that take no part may hold NaN."""
     tokens = at.sort().values
-    torch._assert_async((tokens.diff() > 0).all(), f"{_OP}: positions must be different places")
     return tokens, head.without(head.targets == IGNORED)

@@ -1,4 +1,4 @@
-"""Gradients that are computed with the loss, in the forward pass."""
+"""Gradients that are computed with the loss, in the forward pass; in float16 again in the backward."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ from grpo_kernels.ops.linear_head.head import FACTORS
 from grpo_kernels.ops.policy_loss.registration import scaled, scaled_in_place
 
 _COUNT = len(FACTORS)
+
+
+def may_precompute(hidden: Tensor) -> bool:
+    """Whether the gradient may be rounded before it is multiplied by that of the loss.
+
+    Not in float16, whose small numbers are lost: a loss scaler multiplies the loss after the forward pass.
+    """
+    return hidden.dtype != torch.float16
 
 
 class PrecomputedGradient(torch.autograd.Function):
@@ -70,3 +78,36 @@ class PrecomputedGradient(torch.autograd.Function):
             wanted = need and not is_added
             results.append(scaled_in_place(ctx.op, ctx.backend, gradient, upstream) if wanted else None)
         return *results, *others
+
+
+class RecomputedGradient(torch.autograd.Function):
+    """Computes the loss without gradients in the forward pass, and again with them in the backward.
+
+    `compute` is as for PrecomputedGradient, with the gradient of the loss as another argument.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
+        compute: Callable[[tuple[Tensor | None, ...], list[bool], Tensor | None], tuple[Tensor, ...]],
+    ) -> tuple[Tensor, ...]:
+        factors = hidden, weight, bias, lora_a, lora_b
+        results = compute(factors, [False] * _COUNT, None)[:-_COUNT]
+        ctx.save_for_backward(*factors)
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)
+        ctx.compute = compute
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        needs = list(ctx.needs_input_grad[:_COUNT])
+        if upstream is None:
+            return (None,) * (_COUNT + 1)
+        gradients = ctx.compute(ctx.saved_tensors, needs, upstream)[-_COUNT:]
+        return *(gradient if need else None for gradient, need in zip(gradients, needs, strict=True)), None

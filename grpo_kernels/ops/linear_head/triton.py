@@ -169,7 +169,7 @@ def _add_sums(result: Tensor, factors: Tensor, matrix: Tensor, rows: Tensor, ids
 @triton.jit
 def _log(x):
     """-inf for 0, without a warning of the interpreter."""
-    return tl.where(x > 0, tl.log(tl.where(x > 0, x, 1.0)), -float("inf"))
+    return tl.where(x != 0, tl.log(tl.where(x != 0, x, 1.0)), -float("inf"))
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def _logaddexp(a, b):
 @triton.jit
 def _part_and_slope(log_p, log_q, beta, KIND: tl.constexpr):
     """The part of a category in the divergence, and the derivative by the student's log-probability; 0 without it."""
-    exists, has_any = log_p > -float("inf"), log_q > -float("inf")
+    exists, has_any = log_p != -float("inf"), log_q != -float("inf")
     log_p, finite = tl.where(exists, log_p, 0.0), tl.where(has_any & exists, log_q, 0.0)
     p, q = tl.exp(log_p), tl.where(has_any | ~exists, tl.exp(finite), 0.0)
     if KIND == "forward_kl":
@@ -236,14 +236,14 @@ def _terms_kernel(
     total = _logaddexp(among, others)
     log_rest = others - total
     if TAIL == "renormalise":
-        has_any = among > -float("inf")
+        has_any = among != -float("inf")
         log_p -= tl.where(has_any, _logsumexp(log_p), 0.0)
         log_q = scaled - tl.where(has_any, among, 0.0)
     else:
         log_q = scaled - total
     parts, slopes = _part_and_slope(log_p, log_q, beta, KIND)
     value, sum = tl.sum(parts, 0), tl.sum(slopes, 0)
-    has_rest = others > -float("inf")
+    has_rest = others != -float("inf")
     by_rest = 0.0
     if TAIL == "bucket":
         left = tl.log(tl.maximum(1 - tl.exp(_logsumexp(log_p)), LEAST_REST))

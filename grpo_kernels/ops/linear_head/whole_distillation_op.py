@@ -20,7 +20,7 @@ from grpo_kernels.ops.linear_head.distillation_op import Chunking
 from grpo_kernels.ops.linear_head.divergence import WholeTeacher
 from grpo_kernels.ops.linear_head.head import FACTORS, Head
 from grpo_kernels.ops.linear_head.logprobs_op import KERNELS, fake_gradients
-from grpo_kernels.ops.linear_head.precomputed import PrecomputedGradient
+from grpo_kernels.ops.linear_head.precomputed import PrecomputedGradient, RecomputedGradient, may_precompute
 from grpo_kernels.ops.linear_head.sizes import chunks
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 from grpo_kernels.ops.token_logprobs.reference import LogitRows, Measured, Scaling
@@ -199,14 +199,19 @@ def apply(
         return _reference.forward_whole(head, teacher)
     chunking = Chunking.of(teacher.shares, head, chunk_size)
 
-    def compute(factors: tuple[Tensor | None, ...], needs: list[bool]) -> tuple[Tensor, ...]:
-        inputs = WholeDistillation(head.with_factors(*factors), teacher, chunking, needs)
+    def compute(
+        factors: tuple[Tensor | None, ...], needs: list[bool], upstream: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        own = teacher if upstream is None else dataclasses.replace(teacher, shares=teacher.shares * upstream)
+        inputs = WholeDistillation(head.with_factors(*factors), own, chunking, needs)
         if torch.compiler.is_compiling():
             return cast(tuple[Tensor, ...], LOSS(backend, inputs))
         return forward(backend, inputs, into)
 
     if not (torch.is_grad_enabled() and any(head.needs_grad)):
         return cast(tuple[Tensor, Tensor], compute(head.factors, [False] * len(FACTORS))[:2])
+    if not may_precompute(head.hidden):
+        return cast(tuple[Tensor, Tensor], RecomputedGradient.apply(*head.factors, compute))  # type: ignore[no-untyped-call]
     arguments: tuple[Any, ...] = ("linear_distillation_loss", ("", ""), backend, compute, into is not None)
     results = PrecomputedGradient.apply(*head.factors, *arguments)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, Tensor], results)

@@ -50,7 +50,7 @@ def token_shares(
     checks.tensor(_OP, "mask", mask, (torch.bool, *checks.INTEGERS, *checks.FLOATS))
     if mask.dim() != (2 if cu_seqlens is None else 1):
         raise ValueError(f"{_OP}: mask must have shape [B, T], or [M] with cu_seqlens, got {list(mask.shape)}")
-    _check_means(aggregation, max_length, groups)
+    _check_means(aggregation, max_length, groups, count)
     if cu_seqlens is not None:
         checks.tensor(_OP, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
         checks.same_device(_OP, "cu_seqlens", cu_seqlens, mask.device)
@@ -76,7 +76,9 @@ def token_shares(
     return (rows.spread(share) * members).view(mask.shape)
 
 
-def _check_means(aggregation: str, max_length: int | None, groups: int | Tensor | None) -> None:
+def _check_means(
+    aggregation: str, max_length: int | None, groups: int | Tensor | None, count: float | Tensor | None
+) -> None:
     if aggregation not in _MEANS:
         raise checks.unknown(_OP, "aggregation", aggregation, _MEANS)
     if (aggregation == "seq-mean-token-sum-norm") != (max_length is not None):
@@ -84,6 +86,8 @@ def _check_means(aggregation: str, max_length: int | None, groups: int | Tensor 
         raise ValueError(f"{_OP}: max_length must be {rule}, got {max_length!r}")
     if max_length is not None and checks.integer(_OP, "max_length", max_length) < 1:
         raise ValueError(f"{_OP}: max_length must be at least 1, got {max_length}")
+    if aggregation == "token-sum" and count is not None:
+        raise ValueError(f"{_OP}: count must be None with aggregation='token-sum', which divides by nothing")
     if (aggregation == _OF_GROUPS) != (groups is not None):
         got = "None" if groups is None else type(groups).__name__
         raise ValueError(f"{_OP}: groups must be given with aggregation={_OF_GROUPS!r}, and only then, got {got}")

@@ -25,6 +25,7 @@ SUPPORT = {"support": (INTS.flatten(), torch.arange(7)), "targets": INTS}
 KL, SEQUENCE = {"config": CONFIGS["dapo"]}, {"config": CONFIGS["sequence token"]}
 TALL, WIDE, DOUBLE = torch.zeros(7, 5), torch.zeros(5, 7), KL | {"ref_hidden": HIDDEN.double()}
 REF, GRAD, LOW = KL | {"ref_hidden": HIDDEN}, {"weight_grad": TALL}, {"memory": "low"}
+IN_FLOAT16 = GRAD | {"hidden": HIDDEN.detach().half(), "head": WEIGHT.detach().half().requires_grad_()}
 WHOLE = {"hidden": HIDDEN.detach(), "head": WEIGHT.detach()}
 
 
@@ -133,6 +134,7 @@ OF_TEACHER: Rows = {
     "weight_grad must be a plain tensor ... requires_grad=True for": {"weight_grad": WEIGHT},
     "weight_grad must be a plain tensor ... with requires_grad=False": GRAD | {"head": TALL},
     "weight_grad must be None ... reference backend": GRAD | {"backend": "reference"},
+    "weight_grad must be None ... float16": IN_FLOAT16,
 }
 OF_POLICY: Rows = {
     "hidden must have shape [B, T, H], or ... [3, 5]": {"hidden": HIDDEN[0], "targets": INTS[0]},

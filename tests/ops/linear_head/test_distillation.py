@@ -16,12 +16,12 @@ import torch
 from hypothesis import given, settings
 
 import grpo_kernels as gk
-from grpo_kernels.ops.linear_head import whole_distillation_op
+from grpo_kernels.ops.linear_head import distillation_op, whole_distillation_op
 from tests.harness import INDUCTOR, assert_within_budget, cpu_threads, examples, needs_cpu_kernels
 from tests.ops.linear_head import distillation_cases as cases
 from tests.ops.linear_head import heads
 from tests.ops.linear_head.distillation_cases import KINDS, TAILS, op_of
-from tests.ops.linear_head.heads import BF16, EXACT, F32, F64, KERNELS, assert_close
+from tests.ops.linear_head.heads import BF16, EXACT, F32, F64, KERNELS, NAN, assert_close
 from tests.ops.linear_head.policy_loss_cases import problem
 from tests.ops.promises import Inputs, run
 
@@ -120,6 +120,34 @@ def test_where_all_tokens_are_computed_those_that_do_not_count_hold_anything() -
     compiled = torch.compile(cases.call, fullgraph=True, backend=INDUCTOR)
     op = cases.Op(lambda: junk, compiled, heads.SUPPORTS, op_of(inputs).leaves)
     assert_close(run(op, junk, None, F64), want)
+
+
+@pytest.mark.parametrize("features", [(), ("whole",)])
+@on_kernels
+def test_kernels_that_compute_all_tokens(
+    backend: str, features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, with a temperature, hidden states and ids of tokens that do not count that are no numbers."""
+    inputs = cases.draw("bias", "lora", "temperatures", "gaps", "teacher weights", *features)
+    inputs["teacher_weights"] = torch.where(inputs["mask"], inputs["teacher_weights"], 0)
+    want = run(op_of(inputs), inputs, backend, F32)
+    del inputs["mask"]  # only the weights tell
+    junk = inputs | {"temperature": torch.where(inputs["teacher_weights"] == 0, NAN, inputs["temperature"])}
+    monkeypatch.setattr(distillation_op.Chunking, "of", lambda shares, head, size: distillation_op.Chunking(None, 6, 6))
+    assert_close(run(op_of(inputs), junk, backend, F32), want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("of", ["hidden", "teacher_hidden"])
+@every_kind
+@pytest.mark.parametrize("backend", ["reference", *KERNELS])
+def test_a_token_of_no_numbers_is_seen(backend: str, kind: str, of: str) -> None:
+    features = {"teacher_hidden": ("whole",)}.get(of, ())
+    inputs = cases.draw("bias", *features, kind=kind)
+    inputs[of][0, 1] = NAN
+    got = run(op_of(inputs), inputs, backend, F32)
+    assert got["loss"].isnan()
+    assert torch.equal(got["divergence"].isnan().nonzero(), torch.tensor([[0, 1]]))
+    assert torch.equal(got["d_hidden"].isnan().any(-1).nonzero(), torch.tensor([[0, 1]]))
 
 
 def test_defaults_of_a_teacher() -> None:

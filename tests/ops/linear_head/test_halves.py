@@ -20,7 +20,7 @@ import grpo_kernels as gk
 from grpo_kernels import registry
 from grpo_kernels.ops.linear_head import chunks, sizes
 from tests.harness import device_of, runnable_backends
-from tests.ops.linear_head import cases, heads
+from tests.ops.linear_head import cases, distillation_cases, heads
 from tests.ops.linear_head.heads import BF16, F32, F64, IGNORED, LEAVES, SUPPORTS
 from tests.ops.promises import Inputs, evaluated, placed
 
@@ -237,3 +237,31 @@ def test_tiles_of_several_products_fill_their_waves() -> None:
     """Tiles of 128 x 256: 16 tiles a block of 128 tokens, so 33 blocks would fill 4 waves."""
     waves = sizes.tokens_per_product(65_536, 752, (151_936, 4096), True, H100) // 128 * 16 / H100
     assert waves / math.ceil(waves) > 0.9
+
+
+@pytest.mark.parametrize("what", ["policy loss", "with a teacher", "distillation", "from hidden states"])
+@pytest.mark.parametrize("backend", heads.KERNELS)
+def test_a_scaled_loss_keeps_small_gradients_in_float16(backend: str, what: str) -> None:
+    """A loss scaler multiplies the loss of one call among thousands, whose own gradients float16 does not have."""
+    tokens, scale = 2.0**18, 2.0**20
+    inputs = batch(torch.float16)
+    features = ("whole",) if what == "from hidden states" else ()
+    fields = distillation_cases.draw_teacher(inputs, *features) | {"teacher_normalizer": tokens}
+
+    def loss_of(given: Inputs, backend: str) -> Tensor:
+        teacher = distillation_cases.teacher_of(given) if what != "policy loss" else None
+        head = gk.LMHead(given["weight"], given["bias"])
+        if what in ("distillation", "from hidden states"):
+            return gk.linear_distillation_loss(given["hidden"], head, teacher, backend=backend).loss
+        own = given["hidden"], head, given["targets"], None, given["advantages"].to(given["hidden"].dtype).float()
+        return gk.linear_policy_loss(*own, teacher=teacher, normalizer=tokens, backend=backend).loss
+
+    found = {}
+    for chosen, dtype in ((backend, torch.float16), ("reference", F64)):
+        given = moved(inputs | fields, chosen, dtype)
+        loss = loss_of(given, chosen)
+        gradients = torch.autograd.grad(loss * scale, [given[name] for name in LEAVES[:3]])
+        found[dtype] = [gradient.cpu().double() / scale for gradient in gradients]
+    for got, gold in zip(found[torch.float16], found[F64], strict=True):
+        assert float(gold.abs().max()) < torch.finfo(torch.float16).tiny
+        assert float((got - gold).norm()) <= 2 * torch.finfo(torch.float16).eps * float(gold.norm())

@@ -204,7 +204,7 @@ def test_a_mask_of_positions_breaks_the_graph_and_keeps_the_results() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", INDUCTOR])
 def test_errors_under_compile(backend: str) -> None:
-    """A split vocabulary is refused, and a value of a support fails an assertion, as on a GPU."""
+    """A split vocabulary is refused, and a value of a support or of positions fails an assertion, as on a GPU."""
     torch.compiler.reset()
     weight = torch.zeros(7, 5)
     split = torch.compile(lambda: gk.LMHead(weight, vocab_start=3), fullgraph=True, backend=backend)
@@ -219,6 +219,15 @@ def test_errors_under_compile(backend: str) -> None:
     assert logprobs(torch.tensor([0, 2])).shape == (2,)
     with pytest.raises(RuntimeError, match="linear_logprobs: targets must be in the support of their row"):
         logprobs(torch.tensor([0, 1]))
+
+    @torch.compile(backend=backend)
+    def picked(positions: Tensor) -> Tensor:
+        return gk.linear_logprobs(torch.zeros(4, 5), weight, torch.zeros(4).long(), positions=positions).logprobs
+
+    assert picked(torch.tensor([3, 0])).shape == (2,)
+    for wrong in ([0, 1, 1, 0], [-1, 2], [2, 4]):
+        with pytest.raises(RuntimeError, match=r"linear_logprobs: positions must be different places in \[0, 4\)"):
+            picked(torch.tensor(wrong))
 
 
 @needs_cpu_kernels

@@ -354,3 +354,17 @@ def test_row_is_the_systems_loss(row: str, is_far: bool) -> None:
     # some twenty roundings of terms below 100, in float64
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-12, atol=1e-13)
+
+
+def test_rloo_of_trl() -> None:
+    """A ratio of the row, and a mean over all rows, also over those without a token."""
+    batch = draw()
+    ratio = ((batch.lp - batch.old) * batch.mask).sum(1, keepdim=True).exp()
+    want = (batch.clip(ratio) * batch.mask.any(1, keepdim=True)).mean()
+    segments = torch.zeros(batch.mask.shape, dtype=torch.int32)
+    config, normalizer = gk.LossConfig(ratio="segment"), {"segments": len(batch.mask)}
+    arguments = batch.lp, batch.old, batch.advantage[:, 0]
+    got = gk.policy_loss(*arguments, mask=batch.mask, segments=segments, normalizer=normalizer, config=config).loss
+    gradients = [torch.autograd.grad(loss, batch.lp)[0] for loss in (got, want)]
+    torch.testing.assert_close((got, gradients[0]), (want, gradients[1]), rtol=1e-12, atol=1e-14)
+    assert not batch.mask.any(1).all()
