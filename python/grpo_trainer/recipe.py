@@ -51,7 +51,7 @@ class Model(Section):
     tiny: Tiny = Tiny()
     """size of the model for path: tiny"""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """dtype of the weights"""
+    """dtype of the weights; half precision rounds small updates away: mixed_precision does not, nor do adapters"""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     """dtype of the forward pass, with float32 weights"""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"

@@ -105,7 +105,8 @@ def run(backend: str, *arguments: str) -> None:
     command = [sys.executable, "-c", code, "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
     done = subprocess.run(command, env=environment, cwd=build.ROOT, capture_output=True, text=True)
     reports = REPORT.findall(done.stderr)
-    assert done.returncode == 0 and not reports, "\n".join(reports[:3]) or (done.stdout + done.stderr)[-3000:]
+    why = "\n".join(reports[:3]) or (done.stdout + done.stderr)[-9000:]
+    assert done.returncode == 0 and not reports, f"SEED={SEED}\n{why}"
 
 
 @needs_cpu_kernels

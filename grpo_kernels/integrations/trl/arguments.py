@@ -89,66 +89,49 @@ def check_advantages(advantages: gk.AdvantageConfig | None, similarity: gk.Simil
         )
 
 
+# Settings of a trainer that have one value with segments, and why.
+_WITH_SEGMENTS = {
+    "masked_rows": ("leave_out", "which need tokens to take part"),
+    "flat_groups": ("keep", "whose advantages differ within a completion"),
+    "scale_rewards": ("none", "whose config scales"),
+    "multi_objective_aggregation": ("sum_then_normalize", "which take the sum of the rewards"),
+    "importance_sampling_level": ("token", "whose ratio is of the segment"),
+    "top_entropy_quantile": (1.0, "whose term stands for tokens of any entropy"),
+}
+
+
 def check_segments(trainer: Any) -> None:
     """Refuses settings of a trainer with segments that segments do not go with."""
-    rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+    for name, (only, why) in _WITH_SEGMENTS.items():
+        if (value := getattr(trainer, name)) != only:
+            raise ValueError(f"FusedGRPOTrainer: {name} must be {only!r} with segments, {why}, got {value!r}")
+    args, is_alone = trainer.args, trainer.accelerator.num_processes == 1
+    rows = args.per_device_train_batch_size * args.steps_per_generation
+    evaluates_whole_groups = args.per_device_eval_batch_size % trainer.num_generations_eval == 0
     rules = [
-        (
-            "masked_rows",
-            trainer.masked_rows,
-            trainer.masked_rows == "leave_out",
-            "must be 'leave_out' with segments, which need tokens to take part",
-        ),
-        (
-            "flat_groups",
-            trainer.flat_groups,
-            trainer.flat_groups == "keep",
-            "must be 'keep' with segments, whose advantages differ within a completion",
-        ),
-        ("scale_rewards", trainer.scale_rewards, trainer.scale_rewards == "none", "must be 'none' with segments"),
-        (
-            "importance_sampling_level",
-            trainer.importance_sampling_level,
-            trainer.importance_sampling_level == "token",
-            "must be 'token' with segments, whose ratio is of the segment",
-        ),
         ("loss_type", trainer.loss_type, trainer.loss_type != "vespo", "must not be 'vespo' with segments"),
         (
             "vllm_importance_sampling_mode",
-            trainer.args.vllm_importance_sampling_mode,
-            not _corrects(trainer) or trainer.args.vllm_importance_sampling_mode.startswith("sequence"),
+            args.vllm_importance_sampling_mode,
+            not _corrects(trainer) or args.vllm_importance_sampling_mode.startswith("sequence"),
             "must be 'sequence_mask' or 'sequence_truncate' with segments, whose term reads the weight of one token",
         ),
         (
-            "top_entropy_quantile",
-            trainer.top_entropy_quantile,
-            trainer.top_entropy_quantile == 1.0,
-            "must be 1 with segments, whose term stands for tokens of any entropy",
-        ),
-        (
-            "multi_objective_aggregation",
-            trainer.multi_objective_aggregation,
-            trainer.multi_objective_aggregation == "sum_then_normalize",
-            "must be 'sum_then_normalize' with segments",
-        ),
-        (
             "per_device_eval_batch_size",
-            trainer.args.per_device_eval_batch_size,
-            trainer.accelerator.num_processes == 1
-            or trainer.args.eval_strategy == "no"
-            or trainer.args.per_device_eval_batch_size % trainer.num_generations_eval == 0,
+            args.per_device_eval_batch_size,
+            is_alone or args.eval_strategy == "no" or evaluates_whole_groups,
             f"must hold whole groups of {trainer.num_generations_eval} with segments",
         ),
         (
             "use_bias_correction_kl",
-            trainer.args.use_bias_correction_kl,
-            trainer.beta == 0.0 or not trainer.args.use_bias_correction_kl,
+            args.use_bias_correction_kl,
+            trainer.beta == 0.0 or not args.use_bias_correction_kl,
             "must be False with segments and beta, as it weighs a token's KL by the token's ratio",
         ),
         (
             "per_device_train_batch_size * steps_per_generation",
             rows,
-            trainer.accelerator.num_processes == 1 or rows % trainer.num_generations == 0,
+            is_alone or rows % trainer.num_generations == 0,
             f"must hold whole groups of {trainer.num_generations} with segments, as a prompt's mean is their baseline",
         ),
     ]

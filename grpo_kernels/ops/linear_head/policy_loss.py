@@ -46,6 +46,11 @@ from grpo_kernels.ops.token_logprobs.config import IGNORED
 from grpo_kernels.shared_positions import add_up, check_term_index, gather
 
 _OP = "linear_policy_loss"
+# Calls that cannot add to a weight_grad.
+_WITH_LOW_MEMORY = (
+    "where memory='low' runs (see memory: in float16, for example; also with the reference backend and without "
+    "gradients)"
+)
 
 
 def linear_policy_loss(
@@ -170,11 +175,7 @@ def linear_policy_loss(
         split = split_tokens(layout, inputs, policy, config, index, shares) if is_compact else (None, chosen_tokens)
         chunking = chunking_of(layout, inputs, policy, config, want_entropy, split, index, size, shard)
     if chunking is None:
-        otherwise = (
-            "where memory='low' runs (see memory: in float16, for example; also with the reference backend and "
-            "without gradients)"
-        )
-        check_weight_grad(_OP, weight_grad, inputs, False, otherwise)
+        check_weight_grad(_OP, weight_grad, inputs, False, _WITH_LOW_MEMORY)
         measured = chosen_tokens
         if is_compact:
             measured = (inputs.targets != IGNORED).nonzero().squeeze(1)
