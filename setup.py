@@ -94,6 +94,9 @@ class CMakeBuild(build_ext):
         names = {extension.name.rpartition(".")[2] for extension in self.extensions}
         has_cuda = "libgrpo_kernels_cuda" in names
         output = Path(self.get_ext_fullpath(self.extensions[0].name)).parent.resolve()
+        for library in output.glob("libgrpo_kernels_*.so"):  # of an earlier build of another mode
+            if library.stem not in names:
+                library.unlink()
         build = Path(self.build_temp).resolve()
         build.mkdir(parents=True, exist_ok=True)
         cmake = program("cmake", "CMAKE_BIN_DIR") or "cmake"

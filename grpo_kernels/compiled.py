@@ -89,6 +89,8 @@ def _load(kind: type[_Library], name: str) -> tuple[_Library | None, str | None]
 
 def _hidden_installation() -> Path | None:
     """Folder of the installed package, if Python found the sources of a checkout in the current folder instead."""
+    if __package__ != "grpo_kernels":  # loaded under a name of its own, as the kernels hub does
+        return None
     from importlib import metadata  # rarely needed, and slow to import
 
     # a build leaves metadata in the checkout, which names the checkout itself

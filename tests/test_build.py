@@ -34,11 +34,15 @@ def test_build_uses_the_programs_of_this_environment(tmp_path: Path, has_package
     for name, variable in (("cmake", "CMAKE_BIN_DIR"), ("ninja", "BIN_DIR")):
         code = f"{variable} = {str(tmp_path / 'own')!r}" if has_packages else "raise ImportError"
         (modules / f"{name}.py").write_text(code)
+    stale = tmp_path / "lib" / "grpo_kernels" / "libgrpo_kernels_cuda.so"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
     folders = ["--build-temp", str(tmp_path / "temp"), "--build-lib", str(tmp_path / "lib")]
     variables = {"PATH": f"{tmp_path / 'path'}{os.pathsep}{os.environ['PATH']}", "GRPO_KERNELS_BUILD": "cpu"}
     command = [sys.executable, "setup.py", "-q", "build_ext", *folders]
     environment = os.environ | variables | {"PYTHONPATH": str(modules)}
     subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=120, capture_output=True)
+    assert not stale.exists(), "a library of another mode would be part of the wheel"
     configure, build = log.read_text().splitlines()
     folder = "own" if has_packages else "path"
     assert f"-DCMAKE_MAKE_PROGRAM={tmp_path / folder / 'ninja'}" in configure and "-G Ninja" in configure

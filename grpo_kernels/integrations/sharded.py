@@ -16,7 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
-def gathered(where: str, value: Any, units: Iterable[nn.Module], dtype: torch.dtype | None = None) -> Any:
+def gathered(
+    where: str, value: Any, units: Iterable[nn.Module], device: torch.device, dtype: torch.dtype | None = None
+) -> Any:
     """Gathers a parameter that FSDP2 shards in one all-gather, and its gradient in one reduce-scatter.
 
     The gradient is reduced in the dtype of the parameter and has its placements.
@@ -25,6 +27,7 @@ def gathered(where: str, value: Any, units: Iterable[nn.Module], dtype: torch.dt
         where: what an error begins with
         value: a parameter of the head; tensors of this rank and None are returned as they are
         units: the head and the modules around it, of which FSDP2 shards at least one
+        device: device of the result; FSDP2's CPUOffloadPolicy keeps the shards on the host
         dtype: dtype of the result, in which it is gathered if that takes fewer bytes; None keeps its own
     """
     if not isinstance(value, DTensor):
@@ -44,6 +47,7 @@ def gathered(where: str, value: Any, units: Iterable[nn.Module], dtype: torch.dt
     shards: Any = value.view_as(value)  # a hook on the parameter itself would stay there
     if shards.requires_grad:
         shards.register_hook(lambda gradient: gradient / ranks)
+    shards = shards.to(device)
     narrower = dtype if dtype is not None and dtype.itemsize < value.dtype.itemsize else None
     whole = shards.redistribute(placements=[Replicate()] * mesh.ndim, forward_dtype=narrower)
     result: Tensor = whole.to_local(grad_placements=[Partial()] * mesh.ndim)

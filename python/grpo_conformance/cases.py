@@ -19,8 +19,7 @@ _MIXED = _loo([2] * 6, [9, 3, 4, 2, 5, 1], [1, 0, 1, 0, 1, 0])
 _UNEVEN = make([2] * 5, [3, 1, 2, 9, 5], [0, 0, 0, 1, 1])
 _APART = make([2, 1, 3, 2], [1, 0, 1, 1], rollouts=[7, 8, 7, 7])
 _LEFT_OUT = _loo([2, 1, 3, 2], [1, 1, 1, 0], rollouts=[7, 7, 7, 8])
-_IN_STD = split_first(_std([5, 2, 3], [3, 1, 0]), [2, 2, 1])
-_BY_STD = [reward / math.sqrt(7 / 3) for reward in (5 / 3, 5 / 3, 5 / 3, -1 / 3, -4 / 3)]
+_OF_STD = _std([5, 2, 3], [3, 1, 0])
 _CUT = make([2, 0, 2], [1, 1, 0], rollouts=[7, 7, 8])
 _PADDED = make([2, 2, 0, 0, 0], [6, 0, 0, 0, 0], [0, 0] + [PAD_GROUP] * 3)
 ADVANTAGES = (
@@ -31,8 +30,13 @@ ADVANTAGES = (
     _votes("uneven-groups", "Groups of different sizes have their own means", _UNEVEN, [1, -1, 0, 2, -2]),
     _votes("rollout-in-mean", "A rollout of three rows votes once, wherever they are", _APART, [0.5, -0.5, 0.5, 0.5]),
     _votes("rollout-leave-one-out", "A rollout of three rows is left out as a whole", _LEFT_OUT, [1, 1, 1, -1]),
-    # with an epsilon, or without
-    _votes("rollout-in-std", "A rollout of three rows counts once in the std", _IN_STD, _BY_STD, tolerance=1e-3),
+    _votes(
+        "rollout-in-std",
+        "A rollout of three rows counts once in the std",
+        split_first(_OF_STD, [2, 2, 1]),
+        _OF_STD,  # whatever the std divides by, and is added to it
+        places=[0, 0, 0, 1, 2],
+    ),
     _votes("rollout-masked-end", "A rollout whose last row is masked keeps its advantage", _CUT, [0.5, None, -0.5]),
     _votes("masked-vote", "The reward of a masked row moves no mean", make([0, 2, 2], [100, 3, 1]), [None, 1, -1]),
     _votes("unscored", "A row without a score (NaN) does not vote", make([2] * 3, [NAN, 3, 1]), [0, 1, -1]),
@@ -56,6 +60,10 @@ TOKEN_ADVANTAGES = (
 
 def _parts(batch: Batch, **counts: Any) -> list[Batch]:
     return [part(batch, rows, **counts) for rows in ([0, 3], [1, 2])]
+
+
+def _unequal(batch: Batch, **counts: Any) -> list[Batch]:
+    return [part(batch, rows, **counts) for rows in ([0, 1, 3], [2])]
 
 
 # of 4, 3, 1 and 2 tokens in the loss, in one row after a gap
@@ -92,8 +100,10 @@ LOSSES = (
     _loss("row-order-loss", "The order of rows does not matter to the loss", [part(_EQUAL, [2, 0, 1])], _EQUAL),
     _loss("parts-tokens", "Micro-batches add up to the mean over tokens", _parts(_TOKENS, steps=2), _TOKENS),
     _mean("parts-rows", "Micro-batches add up to the mean over rows", _parts(_ROWS, steps=2), _ROWS),
+    _mean("parts-sizes", "Micro-batches of unequal size add up to the mean over rows", _unequal(_ROWS, steps=2), _ROWS),
     _loss("ranks-tokens", "Ranks add up to the mean over tokens", _parts(_TOKENS, ranks=2), _TOKENS),
     _mean("ranks-rows", "Ranks add up to the mean over rows", _parts(_ROWS, ranks=2), _ROWS),
+    _mean("ranks-sizes", "Ranks of unequal size add up to the mean over rows", _unequal(_ROWS, ranks=2), _ROWS),
     _loss("slices-tokens", "Slices of the context add up to the mean over tokens", _TOKEN_SLICES, _TOKENS),
     _mean("slices-rows", "Slices of the context add up to the mean over rows", _ROW_SLICES, _ROWS),
     _kl("kl-share", "A micro-batch's KL is divided as the batch's", _parts(_KL, steps=2), _KL),

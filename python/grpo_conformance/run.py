@@ -31,6 +31,7 @@ class Invariant:
     given: Batch | Sequence[Batch]
     expected: Batch | Sequence[float | None]  # None: not compared
     tolerance: float = 1e-5
+    places: Sequence[int] | None = None  # of the expected numbers, which belong to those of `given`; None: all
     about: str | None = None  # the setting that the loss must depend on, or the case would tell nothing
 
     @property
@@ -73,6 +74,10 @@ LACKS: dict[str, Callable[[Batch], bool]] = {
     "uneven groups": lambda batch: len({batch.groups.tolist().count(group) for group in batch.groups.tolist()}) > 1,
     "packed rows": lambda batch: batch.packed,
     "slices of the context": lambda batch: batch.columns is not None,
+    "parts of different sizes": lambda batch: (
+        batch.columns is None
+        and len(batch.mask) * batch.ranks * batch.steps not in (len(batch.mask), len(batch.total.mask))
+    ),
 }
 
 
@@ -127,7 +132,7 @@ def _checked(name: str, value: Any, shape: torch.Size) -> Tensor:
     if not isinstance(value, Tensor) or value.shape != shape:
         got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{name} must be a tensor of shape {list(shape)}, got {got}")
-    return value.detach().double()
+    return value.detach().double().cpu()
 
 
 def run(adapter: Any, cases: Sequence[Case]) -> list[Result]:
@@ -153,6 +158,7 @@ def _compared(case: Invariant, asked: Asked) -> Result:
         asked.assert_depends(case.about, next(side for side in (case.expected, case.given) if isinstance(side, Batch)))
     if isinstance(case.expected, Batch):
         expected = ask(case.expected)
+        expected = expected if case.places is None else expected[list(case.places)]
         is_compared = torch.ones_like(expected, dtype=torch.bool)
     else:
         expected = torch.tensor([math.nan if number is None else number for number in case.expected]).double()

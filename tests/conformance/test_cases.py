@@ -115,8 +115,10 @@ FAULTS: dict[str, Callable[[Batch], Tensor]] = {
     "row-order-loss": lambda batch: RIGHT.loss(batch.replace(advantages=batch.advantages.sort().values)),
     "parts-tokens": counted_alone,
     "parts-rows": counted_alone,
+    "parts-sizes": mean_over_parts,
     "ranks-tokens": mean_over_parts,
     "ranks-rows": lambda batch: RIGHT.loss(batch) / batch.ranks,
+    "ranks-sizes": mean_over_parts,
     "slices-tokens": counted_alone,
     "slices-rows": counted_alone,
     "kl-share": mean_over_parts,
@@ -165,7 +167,16 @@ def leaks(by: float) -> Callable[[Batch], tuple[Tensor, Tensor]]:
     return loss
 
 
-@pytest.mark.parametrize(("name", "off", "status"), [("equal-rewards", 1e-7, "NO"), ("rollout-in-std", 1e-4, "yes")])
+def test_a_trainer_may_divide_by_n() -> None:
+    def advantages(batch: Batch) -> Tensor:
+        rollouts = len(set(batch.rollouts.tolist()))
+        return RIGHT.advantages(batch) * math.sqrt(rollouts / (rollouts - 1))
+
+    results = run(Faulty("advantages", advantages), [case for case in INVARIANTS if case.name == "rollout-in-std"])
+    assert [result.status for result in results] == ["yes"]
+
+
+@pytest.mark.parametrize(("name", "off", "status"), [("equal-rewards", 1e-7, "NO"), ("mean", 1e-6, "yes")])
 def test_a_case_has_its_own_tolerance(name: str, off: float, status: str) -> None:
     trainer = Faulty("advantages", lambda batch: RIGHT.advantages(batch) + off)
     (result,) = run(trainer, [case for case in INVARIANTS if case.name == name])
@@ -257,7 +268,7 @@ def test_what_a_trainer_lacks_is_not_offered() -> None:
     lacking = [name for name, result in results.items() if result.status == "-"]
     assert lacking == [
         *("uneven-groups", "rollout-in-mean", "rollout-leave-one-out", "rollout-in-std", "rollout-masked-end"),
-        *("pad-rows", "gae-rollout", "packing", "slices-tokens", "slices-rows"),
+        *("pad-rows", "gae-rollout", "packing", "parts-sizes", "ranks-sizes", "slices-tokens", "slices-rows"),
         *("rollout-mean", "rollout-sum", "rollout-ratio", "rollout-in-parts", "siblings"),
     ]
 
@@ -271,7 +282,7 @@ def test_a_setting_without_effect_is_not_offered() -> None:
             whole = None if batch.whole is None else batch.whole.replace(**ignored)
             return super().loss(batch.replace(ratio="token", whole=whole, **ignored))
 
-    means = ["row-mean", "row-sum", "parts-rows", "ranks-rows", "slices-rows"]
+    means = ["row-mean", "row-sum", "parts-rows", "parts-sizes", "ranks-rows", "ranks-sizes", "slices-rows"]
     means += ["rollout-mean", "rollout-sum", "rollout-in-parts", "empty-row"]
     about = dict.fromkeys(means, "aggregation") | {"kl-share": "kl_coef", "rollout-ratio": "ratio"}
     about |= dict.fromkeys(["entropy-share", "entropy-of-ranks"], "entropy_coef")

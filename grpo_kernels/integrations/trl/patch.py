@@ -97,9 +97,9 @@ class _Head:
         is_theirs = not set(outputs) <= {"log_probs", "entropy"} or is_partitioned
         # a rank without targets takes part in the others' collectives, and in their dtype
         dtype = None if is_theirs else dtype_of(hidden)
-        weight, bias = (gathered("patch_trl", value, units, dtype) for value in (weight, bias))
+        weight, bias = (gathered("patch_trl", value, units, hidden.device, dtype) for value in (weight, bias))
         if lora is not None:
-            lora = (*(gathered("patch_trl", factor, units) for factor in lora[:2]), lora[2])
+            lora = (*(gathered("patch_trl", factor, units, hidden.device) for factor in lora[:2]), lora[2])
         if is_theirs or len(targets) == 0:
             weight = weight if lora is None else adapters.merged(weight, lora)
             results: tuple[Tensor | None, ...] = _originals[_HEAD].apply(

@@ -400,7 +400,10 @@ def _clusters(name: str, ids: Tensor, valid: Tensor, settings: gk.SimilarityConf
         if len(sizes) > 1:
             raise ValueError(f"{name}: {EMBEDDINGS!r} must hold vectors of one size, got sizes {sorted(sizes)}")
         vectors = torch.from_numpy(np.asarray(embeddings.tolist(), dtype=np.float32))
-    return gk.similarity_groups(vectors.to(ids.device), ids, valid=valid, config=settings).labels
+    # verl may pad with more rows than a group can have
+    vectors, labels = vectors.to(ids.device)[valid], torch.full_like(ids, -1)
+    labels[valid] = gk.similarity_groups(vectors, ids[valid], config=settings).labels.to(labels.dtype)
+    return labels
 
 
 def _numbered(name: str, labels: Any, count: int) -> Tensor:

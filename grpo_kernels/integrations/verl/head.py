@@ -68,7 +68,10 @@ class FusedLinearForPPO(_THEIR_HEAD):  # type: ignore[misc]
             return theirs
         options = _OPTIONS.get() or HeadOptions(None, None, 1.0)
         dtype = dtype_of(hidden_states)
-        weight, bias = (gathered(_WHERE, value, options.units, dtype) for value in (vocab_weights, options.bias))
+        weight, bias = (
+            gathered(_WHERE, value, options.units, hidden_states.device, dtype)
+            for value in (vocab_weights, options.bias)
+        )
         logprobs, entropy = gk.linear_logprobs(
             hidden_states,
             gk.LMHead(weight, bias, softcap=options.softcap, logit_scale=options.logit_scale),

@@ -100,6 +100,11 @@ def fused_ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = No
             raise KeyError(f"fused_ppo_loss: data must hold {key!r} for this config, got {sorted(data.keys())}")
         kwargs[argument] = layout.of_data(data[key], -1 if argument == "segments" else 0)
     mask = layout.of_data(data["response_mask"]).bool()
+    if TOKENS in data and mode == "segment":
+        raise ValueError(
+            "fused_segment: every session must have one output, got sessions of several, whose shares count tokens and "
+            "not segments"
+        )
     if TOKENS in data and terms.counts_sessions:
         kwargs["weights"] = mask * terms.session_weights(data)[layout.rows]
     logprobs, old = layout.of_model(model_output["log_probs"]), layout.of_data(data["old_log_probs"])
@@ -275,7 +280,12 @@ class _Terms:
                 "fused_segment: loss_agg_mode must not be 'token-mean', a mean over segments, as verl counts the "
                 "tokens of all ranks but not their segments; choose one of the seq-mean modes"
             )
-        return {kind: count / ranks for kind, count in counts.items() if count is not None} or None
+        # a mini-batch without a token has a loss of 0
+        return {kind: _at_least_one(count) / ranks for kind, count in counts.items() if count is not None} or None
+
+
+def _at_least_one(count: Any) -> Any:
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -343,8 +353,8 @@ class _Layout:
         """Padded width of the responses, verl's divisor unless it is given a constant."""
         if not self.packed:
             return len(self.places)
-        known = self._data.get("max_response_len", None)
-        return int(self.lengths.max()) if known is None else int(known)
+        known = "max_response_len" in self._data  # not a tensor, so that get() would wrap it
+        return int(self._data["max_response_len"] if known else self.lengths.max())
 
 
 def _expect(holds: Tensor, message: str) -> None:

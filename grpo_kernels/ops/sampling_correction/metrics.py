@@ -49,7 +49,7 @@ class CorrectionMetrics:
         return {"verl": _verl, "trl": _trl}[names](measured, self._config)
 
     def merged(self, rows: Tensor | Sequence[CorrectionMetrics]) -> CorrectionMetrics:
-        """The metrics of several micro-batches or ranks of equal size, from all of them or their `tensor`s as rows."""
+        """The metrics of several micro-batches or ranks, from all of them or their `tensor`s as rows."""
         rows = metric_rows("CorrectionMetrics.merged", rows, len(self.names))
         sums, minima, maxima = rows.tensor_split(self._ends, dim=1)
         total = torch.cat((sums.sum(0), minima.amin(0), maxima.amax(0)))

@@ -60,7 +60,10 @@ class WithoutModel(GRPOTrainer):  # type: ignore[misc]
 
 class Trl:
     name = "trl"
-    lacks: tuple[str, ...] = ("rollouts of several rows", "uneven groups", "packed rows", "slices of the context")
+    lacks: tuple[str, ...] = (
+        *("rollouts of several rows", "uneven groups", "packed rows", "slices of the context"),
+        "parts of different sizes",
+    )
     trainer: Any = WithoutModel
 
     def advantages(self, batch: Batch) -> Tensor:
@@ -107,7 +110,7 @@ class _Trainer(FusedGRPOTrainer, WithoutModel): ...
 class FusedTrl(Trl):
     name = "fused_trl"
     options: ClassVar[dict[str, Any]] = {"entropy_mean": "batch"}
-    lacks = ("uneven groups", "packed rows", "slices of the context")
+    lacks = ("uneven groups", "packed rows", "slices of the context", "parts of different sizes")
 
     def trainer(self, batch: Batch) -> Any:
         estimator = gk.AdvantageConfig("trl-rloo") if batch.estimator == "leave-one-out" else None
