@@ -140,10 +140,12 @@ def run_experiment(name: str, seed: int, folder: Path, overrides: Sequence[str])
         return recipes.load(recipe, [*shared, f"output={output}", f"name={place}", *more])
 
     runs = {SFT: finished(load(experiment.recipe, SFT, "rl=null"))}
-    (model,) = runs[SFT].path.glob("checkpoints/sft-*/model")
+    steps = runs[SFT].setting("sft.steps")
+    model = runs[SFT].path / f"checkpoints/sft-{steps}/model"
+    again = [change for change in overrides if change.startswith("rl.")]  # a variant may replace whole sections
     for variant, change in experiment.variants.items():
         base, more = (change, ()) if isinstance(change, str) else (experiment.recipe, tuple(change))
-        runs[variant] = finished(load(base, variant, "sft=null", f"model.path={model}", *more))
+        runs[variant] = finished(load(base, variant, "sft=null", f"model.path={model}", *more, *again))
     return runs
 
 
@@ -175,7 +177,7 @@ def gains(title: str, before: Evaluated, after: Evaluated) -> list[dict[str, Any
 
 
 def is_clear(interval: tuple[float, float]) -> bool:
-    return not interval[0] <= 0 <= interval[1]
+    return interval[0] > 0 or interval[1] < 0
 
 
 def summary(table: pd.DataFrame) -> list[dict[str, Any]]:

@@ -84,9 +84,17 @@ class Plan:
             fields = {"group_max_size": 1} if name == "ppo" else {}
             segments = gk.SegmentConfig.of(fields | settings.segments, "rl.algorithm.segments")
             threshold = gk.SegmentThreshold(segments) if name == "group_ppo" else None
+            if name == "ppo":
+                _refuse_cuts(segments, settings)
             loss_fields = loss_fields | ({"ratio": "token"} if settings.sparse else {})
         elif name != "polychromic":
             advantage = _config(gk.AdvantageConfig, advantage_fields, settings.advantage, "advantage")
+            if settings.drop_flat and advantage.gain != "none":
+                rule = (
+                    "must be left out with drop_flat, which takes groups without an advantage out of the divisor, too"
+                )
+                _refuse("gain" in settings.advantage, "algorithm.advantage.gain", rule, advantage.gain, settings)
+                advantage = dataclasses.replace(advantage, gain="none")
         loss_fields = _with_coefficients(loss_fields, settings)
         if (loss_fields | settings.loss).get("aggregation") == "seq-mean-token-sum-norm":
             loss_fields = {"max_length": rl.rollout.max_completion_length} | loss_fields
@@ -108,6 +116,13 @@ class Plan:
         by_segment = loss.ratio.startswith("segment") and self.segments is None
         rule = "must not be of segments, which ppo and group_ppo alone have"
         _refuse(by_segment, "algorithm.loss.ratio", rule, loss.ratio, self.settings)
+        rule = "must not be a mean over each micro-batch, which would weigh more the more there are; give token-mean"
+        for key in ("kl_aggregation", "entropy_aggregation"):
+            value = getattr(loss, key)
+            _refuse(value == "local-token-mean", f"algorithm.loss.{key}", rule, value, self.settings)
+        is_alike = self.settings.name == "polychromic" and group_size < 3
+        rule = "must be at least 3, as a set of all responses credits all alike"
+        _refuse(is_alike, "rollout.num_generations", rule, group_size, self.settings)
         if advantage is None:
             return
         rule = "must not need baselines, which the trainer does not have"
@@ -132,6 +147,15 @@ class Plan:
         return self.loss.kl != "none"
 
 
+def _refuse_cuts(segments: gk.SegmentConfig, settings: Algorithm) -> None:
+    """Raises on settings of where segments end, as every token of ppo is one."""
+    own = gk.SegmentConfig(group_max_size=1)
+    for key in ("group_max_size", "group_variance_threshold", "adaptive_threshold", "threshold_lr", "rule", "proxy"):
+        value = getattr(segments, key)
+        rule = "must be left out, as every token is a segment; use group_ppo"
+        _refuse(value != getattr(own, key), f"algorithm.segments.{key}", rule, value, settings)
+
+
 def _with_coefficients(fields: dict[str, Any], settings: Algorithm) -> dict[str, Any]:
     """The fields of the loss with the recipe's beta and epsilon, which mean what they mean in TRL."""
     beta, low, high = settings.beta, settings.epsilon, settings.epsilon_high
@@ -146,6 +170,9 @@ def _with_coefficients(fields: dict[str, Any], settings: Algorithm) -> dict[str,
             kl == "none" and "kl" in settings.loss, "algorithm.beta", "must be 0 with loss.kl: none", beta, settings
         )
         fields = fields | {"kl": "k3" if kl == "none" else kl, "kl_coef": beta}
+    else:
+        rule = "needs beta, or a kl_coef of 0 to be measured only"
+        _refuse("kl_coef" not in fields | settings.loss, "algorithm.loss.kl", rule, kl, settings)
     if (fields | settings.loss).get("loss") == "cispo":  # caps the ratio at epsilon_high itself, and ignores epsilon
         rule = "must be left out without epsilon_high, which alone caps the ratios of cispo"
         _refuse(low is not None and high is None, "algorithm.epsilon", rule, low, settings)

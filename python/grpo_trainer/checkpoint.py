@@ -21,7 +21,7 @@ from torch import Tensor
 from grpo_trainer import distributed
 from grpo_trainer.adapters import BASE, load_adapter, save_without_adapters
 from grpo_trainer.log import PHASES, Log, to_json
-from grpo_trainer.policy import Policy, Reference, adapters_of, make_policy, set_adapters
+from grpo_trainer.policy import Policy, Reference, adapters_of, set_adapters
 from grpo_trainer.pretrained import load_lm, without_bars
 from grpo_trainer.recipe import MEMORY_KEYS, Recipe
 from grpo_trainer.recipes import flat
@@ -152,15 +152,15 @@ def remove_old(recipe: Recipe) -> None:
 
 
 def restore_policy(recipe: Recipe, state: State, initial: Policy) -> Policy:
-    """Loads the policy of a checkpoint: adapters onto the `initial` policy of the run, or a model of its class."""
+    """Loads the weights of a checkpoint into the model of the `initial` policy, which may be the caller's."""
     from safetensors.torch import load_file, load_model
 
     folder = folder_of(recipe, state.phase, state.step) / "model"
     policy = initial
     with _explaining_damage(folder):
         if recipe.model.lora is None:
-            lm = load_lm(recipe.model.model_copy(update={"path": str(folder)}), initial.device, initial.lm)
-            policy = make_policy(lm, initial.tokenizer, recipe.model, initial.backend)
+            stored = load_lm(recipe.model.model_copy(update={"path": str(folder)}), "cpu", initial.lm)
+            initial.lm.load_state_dict(stored.state_dict())
         else:
             load_adapter(initial, recipe.model, folder)
         if (folder / "critic.safetensors").exists():

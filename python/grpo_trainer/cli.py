@@ -280,8 +280,8 @@ def evaluate(arguments: Sequence[str]) -> int:
         found = sorted(Path("runs").glob("*/checkpoints/*/model"))
         return _print("\n".join([parser.format_help(), "models in runs/:", *(f"  {path}" for path in found)]))
     options = parser.parse_intermixed_args(arguments)
-    models = [argument for argument in options.models if "=" not in argument]
-    overrides = [argument for argument in options.models if "=" in argument]
+    models = [argument for argument in options.models if "=" not in argument or Path(argument).exists()]
+    overrides = [argument for argument in options.models if argument not in models]
     if not 1 <= len(models) <= 2:
         got = f"the recipe {options.recipe} and {len(models)} models"
         parser.error(f"a recipe and one or two models are needed, got {got}")

@@ -307,6 +307,9 @@ def unsharded_copy(lm: Any) -> Any:
     with torch.random.fork_rng():
         copied = type(lm)(lm.config).to(lm.dtype)
     copied.load_state_dict(weights)
+    for name, buffer in lm.named_buffers():  # those outside of the file, which casting the model has rounded
+        if name not in weights:
+            copied.get_buffer(name).data = buffer.cpu()
     return copied
 
 

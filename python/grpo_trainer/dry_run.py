@@ -10,7 +10,7 @@ import torch
 
 from grpo_trainer import checkpoint
 from grpo_trainer.data import encode_prompt
-from grpo_trainer.pretrained import load_tokenizer
+from grpo_trainer.pretrained import find_reference, load_tokenizer
 from grpo_trainer.recipe import Model, Recipe
 from grpo_trainer.setup import check_backend, check_packages, load_rewards
 from grpo_trainer.splits import corpus_of, load_splits, no_usable_line, require_lines
@@ -50,6 +50,7 @@ def _checks(recipe: Recipe, may_hold_run: bool) -> Iterator[Callable[[], Any]]:
     yield described_algorithm
     yield lambda: load_rewards(recipe, splits())[2]
     yield lambda: _first_batch(recipe, splits())
+    yield lambda: find_reference(recipe.model)
     for kind in recipe.logging.to:
         yield functools.partial(TRACKERS[kind], recipe)
     yield lambda: _check_gpu(recipe.model)

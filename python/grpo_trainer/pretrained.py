@@ -238,6 +238,17 @@ def attention_of(name: str) -> str | None:
     return None if name == "auto" else name
 
 
+def find_reference(settings: Model) -> Any:
+    """The configuration of the reference of the KL term, None for the policy itself; raises if it is no model."""
+    path = settings.reference_model_path
+    if path is None:
+        return None
+    from transformers import AutoConfig
+
+    with loading(_REFERENCE, path):
+        return AutoConfig.from_pretrained(**source(path, _REFERENCE), trust_remote_code=settings.trust_remote_code)
+
+
 def check_reference(settings: Model, tokenizer: Any, lm: Any) -> None:
     """Raises if the reference of the KL term is no model, or does not read the policy's tokens.
 
@@ -246,13 +257,9 @@ def check_reference(settings: Model, tokenizer: Any, lm: Any) -> None:
         tokenizer: that of the policy.
         lm: the policy's model; a tokenizer may have more tokens than it has embeddings.
     """
-    path = settings.reference_model_path
+    path, config = settings.reference_model_path, find_reference(settings)
     if path is None:
         return
-    from transformers import AutoConfig
-
-    with loading(_REFERENCE, path):
-        config = AutoConfig.from_pretrained(**source(path, _REFERENCE), trust_remote_code=settings.trust_remote_code)
     rule = f"{_REFERENCE}: must read the tokens of model.path, got {path!r}"
     size, needed = config.get_text_config().vocab_size, lm.get_input_embeddings().num_embeddings
     if size < min(needed, len(tokenizer)):

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from grpo_kernels import SimilarityConfig
 from grpo_trainer.section import PathText, Rule, Section, Share, embedder_rule
+
+EVALUATED_TOKENS = 64  # longest response of an evaluation without RL
 
 
 class Tiny(Section):
@@ -44,6 +46,10 @@ class Lora(Section):
     """names of the adapted layers; null: all linear layers except the head"""
 
 
+def _no(value: Any) -> Any:
+    return "no" if value is False else value  # as YAML reads it
+
+
 class Model(Section):
     path: PathText = "tiny"
     """folder, hub name or GGUF file, which may be package:file.gguf of an installed package; tiny: created locally
@@ -52,7 +58,7 @@ class Model(Section):
     """size of the model for path: tiny"""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """dtype of the weights; half precision rounds small updates away: mixed_precision does not, nor do adapters"""
-    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    mixed_precision: Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(_no)] = "no"
     """dtype of the forward pass, with float32 weights"""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """attention implementation; auto: the fastest that transformers provides for the model"""
@@ -472,5 +478,5 @@ class Recipe(Section):
     @property
     def max_completion_length(self) -> int:
         """Longest response in evaluations."""
-        of_rl = 64 if self.rl is None else self.rl.rollout.max_completion_length
+        of_rl = EVALUATED_TOKENS if self.rl is None else self.rl.rollout.max_completion_length
         return self.evaluation.max_completion_length or of_rl

@@ -13,7 +13,7 @@ import grpo_kernels as gk
 from grpo_trainer.algorithm import total_rewards
 from grpo_trainer.data import prompt_text
 from grpo_trainer.embed import embed_all
-from grpo_trainer.rewards import score
+from grpo_trainer.rewards import RewardError, score
 from grpo_trainer.rollout import Rollout
 
 
@@ -28,10 +28,12 @@ def response_map(run: Any) -> dict[str, Any] | None:
     generator = torch.Generator(run.policy.device).manual_seed(run.recipe.seed_of("map"))
     items = run.items("train")[:1]
     rollout: Rollout = run.roll_out(items, generator)
-    rewards = score(run.rewards, rollout).values
+    try:
+        totals = total_rewards(score(run.rewards, rollout).values, run.reward_weights)
+    except RewardError:  # such as a judge's, of whose few answers one is a large share; a map is no reason to stop
+        totals = torch.full((len(rollout.texts),), torch.nan)
     embeddings = embed_all(run.embedder, rollout.texts, rollout.group_size)
     clusters = gk.similarity_groups(embeddings, rollout.group_size, config=run.plan.clustering)
-    totals = total_rewards(rewards, run.reward_weights)
     return map_of(prompt_text(items[0]["prompt"]), rollout.texts, embeddings, clusters.labels, totals)
 
 

@@ -80,7 +80,9 @@ def sharded(kind: str, rank: int, size: int, communication: Communication) -> di
     with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
         of_product = dtype_of(hidden)
         whole = {
-            name: gathered("here", value, [nn.Module(), head], None if name in ("a", "b") else of_product)
+            name: gathered(
+                "here", value, [nn.Module(), head], torch.device("cpu"), None if name in ("a", "b") else of_product
+            )
             for name, value in head.named_parameters()
         }
         total = compute(whole, hidden, rank)
@@ -103,7 +105,7 @@ def errors(size: int) -> dict[str, str]:
     messages = {}
     for name, value, unit in (("alone", split, head), ("twice", twice.weight, twice)):
         try:
-            gathered("here", value, [unit])
+            gathered("here", value, [unit], torch.device("cpu"))
         except ValueError as error:
             messages[name] = str(error)
     return messages
@@ -180,4 +182,7 @@ def test_what_is_refused(ranks: list[dict[Any, Any]]) -> None:
 
 def test_tensors_of_this_rank_are_as_they_are() -> None:
     value = torch.ones(2)
-    assert gathered("here", value, []) is value and gathered("here", None, [nn.Module()], torch.bfloat16) is None
+    assert (
+        gathered("here", value, [], torch.device("cpu")) is value
+        and gathered("here", None, [nn.Module()], torch.device("cpu"), torch.bfloat16) is None
+    )

@@ -208,6 +208,16 @@ def test_similarity_labels_and_embeddings(options: dict[str, Any]) -> None:
         assert torch.equal(got["advantages"], want[:, None] * batch.mask)
 
 
+def test_more_padding_than_a_group_may_have_rows() -> None:
+    vectors = np.random.default_rng(0).normal(size=(304, 5)).astype(np.float32)
+    found = []
+    for pads in (0, 300):
+        rows = zip(*[(1.0, 3, "a"), (0.0, 2, "a"), (0.5, 6, "a"), (0.25, 4, "a"), *[(0.0, 0, PAD)] * pads], strict=True)
+        data = data_of(*map(list, rows), similarity_embeddings=vectors[: 4 + pads])
+        found.append(computed("similarity_group_grpo", data, {"grpo_kernels": {"shrinkage": 4.0}})["advantages"])
+    assert torch.equal(found[0], found[1][:4]) and found[0].any() and not found[1][4:].any()
+
+
 def test_options_from_omegaconf() -> None:
     """Options in the form that Hydra makes of +algorithm.grpo_kernels.shrinkage=2."""
     batch = VerlBatch([8, 5], "normal")

@@ -254,6 +254,28 @@ def test_nothing_waits_until_a_metric_is_read(nested: bool, monkeypatch: pytest.
     assert counts[0] == 0 and counts[1] > 5
 
 
+@LAYOUTS
+def test_a_mini_batch_without_a_token_has_no_loss(nested: bool) -> None:
+    """verl's own is NaN there."""
+    batch = actor_batch(torch.float32)
+    batch["mask"] = torch.zeros_like(batch["mask"])
+    output = {"log_probs": tiny_verl.model_output(batch["logprobs"], nested)}
+    data = tiny_verl.micro_batch(columns_of(batch), nested, **INFO | {"batch_num_tokens": 0})
+    loss, _ = fused_ppo_loss(of_losses.actor(of_losses.fields_of("vanilla", "token-mean")), output, data)
+    assert loss == 0
+
+
+def test_the_width_of_packed_responses_that_verl_knows() -> None:
+    batch = actor_batch()
+    output = {"log_probs": tiny_verl.model_output(batch["logprobs"], True)}
+    fields = of_losses.fields_of("vanilla", "seq-mean-token-sum-norm") | {"loss_scale_factor": None}
+    sums = [
+        fused_ppo_loss(of_losses.actor(fields), output, tiny_verl.micro_batch(columns_of(batch), True, **INFO, **known))
+        for known in ({}, {"max_response_len": 2 * max(tiny_verl.LENGTHS)})
+    ]
+    torch.testing.assert_close(sums[0][0], 2 * sums[1][0])
+
+
 def test_metrics_go_to_other_processes_as_numbers() -> None:
     """Metrics are sent without their tensor, as the trainer's process may lack its device."""
     batch = actor_batch(torch.float32)

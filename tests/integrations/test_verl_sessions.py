@@ -148,6 +148,12 @@ def test_what_sessions_refuse() -> None:
     with pytest.raises(ValueError, match=message):
         accumulated(batch, of_mode("sapo", "seq-mean-token-sum"))
     data = tiny_verl.micro_batch(columns_of(batch) | {name: batch[name] for name in COLUMNS}, False)
+    data["segment_ids"] = torch.zeros_like(data["responses"])
+    output = {"log_probs": tiny_verl.model_output(batch["logprobs"], False)}
+    fields = of_losses.fields_of("vanilla", "seq-mean-token-mean") | {"loss_mode": "fused_segment"}
+    with pytest.raises(ValueError, match="fused_segment: every session must have one output, got sessions of several"):
+        fused_ppo_loss(of_losses.actor(fields), output, data)
+    data = tiny_verl.micro_batch(columns_of(batch) | {name: batch[name] for name in COLUMNS}, False)
     output = {"log_probs": tiny_verl.model_output(batch["logprobs"], False)}
     with pytest.raises(ValueError, match="global_batch_size must be given with 'session_tokens', got None"):
         fused_ppo_loss(of_losses.actor(of_losses.fields_of("vanilla", "seq-mean-token-mean")), output, data)

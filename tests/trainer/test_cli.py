@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pandas as pd
 import pytest
 import torch
 from grpo_trainer import checkpoint, cli, evaluate, interruption, setup, sft
@@ -358,28 +357,18 @@ def test_experiments_on_seeds(
         with pytest.raises(ValueError, match=f"another recipe, got 'made/own.yaml-0', where {key} is .* {value} here"):
             experiments.main()
     # variants continue from one SFT
-    variants = {"plain": [], "doctor": ["rl.algorithm.name=dr_grpo"]}
+    variants = {"plain": [], "doctor": ["rl.algorithm={name: dr_grpo}"]}
     experiment = experiments.Experiment("own.yaml", variants, lambda _: {"one": 1.0})
     monkeypatch.setitem(experiments.EXPERIMENTS, "mine", experiment)
-    runs = experiments.run_experiment("mine", 3, tmp_path / "variants", [])
+    overrides = ["rl.algorithm.beta=0.05", "checkpoints.every=1"]
+    runs = experiments.run_experiment("mine", 3, tmp_path / "variants", overrides)
     model = str(runs["SFT"].path / "checkpoints" / "sft-1" / "model")
     paths = {name: run.setting("model.path") for name, run in runs.items()}
     assert paths == {"SFT": "tiny", "plain": model, "doctor": model}
     assert runs["doctor"].setting("rl.algorithm.name") == "dr_grpo" and runs["plain"].setting("seed") == 3
-
-
-def test_gains_of_seeds_are_in_bold_where_their_intervals_exclude_zero() -> None:
-    seeds = [(0.1, 0.4, 0.3, True), (0.2, 0.4, 0.2, True), (0.3, 0.4, 0.1, False)]
-    rows = [
-        {"": "own", "measure": "exact"} | dict(zip(("before", "after", "gain", "clear"), seed, strict=True))
-        for seed in seeds
-    ]
-    (row,) = experiments.summary_of_gains(pd.DataFrame(rows))
-    assert row["before"] == "0.200 +- 0.248" and row["after"] == "0.400 +- 0.000"  # 4.3027 * 0.1 / sqrt(3)
-    assert row["each seed"] == "**+0.300**, **+0.200**, +0.100"
-    (row,) = experiments.summary_of_gains(pd.DataFrame([rows[0], rows[1] | {"gain": math.nan}]))  # counts nowhere
-    assert row["gain"] == "+0.300"
-    assert [experiments.is_clear(ends) for ends in ((0.1, 0.2), (-0.2, -0.1), (-0.1, 0.1), (0.0, 0.1))] == [1, 1, 0, 0]
+    assert runs["doctor"].setting("rl.algorithm.beta") == runs["plain"].setting("rl.algorithm.beta") == 0.05
+    untrained = experiments.finished(small.recipe(tmp_path / "untrained", "sft=null", "rl=null"))
+    assert experiments.figures(untrained)["exact"] == 0
 
 
 # Trackers and the progress line

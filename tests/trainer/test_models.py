@@ -102,6 +102,8 @@ def test_a_resumed_run_keeps_the_class_of_the_object(
     train(broken, resume=True, **objects["resumed"])
     assert MyModel in kinds
     small.assert_equal_runs(whole.folder, broken.folder)
+    states = [objects[name]["model"].state_dict() for name in ("whole", "resumed")]
+    assert all(torch.equal(value, states[0][name]) for name, value in states[1].items()), "itself is trained"
 
 
 def test_objects_that_do_not_fit_are_refused(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from grpo_trainer.rewards import load_reward
 
 import grpo_kernels as gk
 from tests.harness import quick
-from tests.trainer import small
+from tests.trainer import mistakes, small
 from tests.trainer.small import lines, rewarded_by, steps
 
 HERE = "tests.trainer.test_recipe"
@@ -72,6 +72,7 @@ def test_files_overrides_and_numbers_are_merged(tmp_path: Path) -> None:
         override(made, assignment)
     recipe = validated(Recipe, made)
     assert recipe.max_completion_length == 3 and str(recipe.folder) == "x/a-3"
+    assert validated(Recipe, override(made, "model.mixed_precision=no") or made).model.mixed_precision == "no"
     of_home = {"output": "~/x", "model": {"path": "~/m"}, "data": {"task": None, "train": "~/d", "test": "~/t"}}
     recipe = validated(Recipe, of_home)
     paths = (str(recipe.folder), recipe.model.path, recipe.data.train, recipe.data.test)
@@ -276,31 +277,7 @@ MISTAKES = [
     ("distributed=fsdp2 + model.lora={}", "model.lora: must be null with distributed: fsdp2, got "),
     ("distributed=fsdp2 + model.mixed_precision=fp16", "model.mixed_precision: must be no or bf16"),
     ("evaluation={solved: 0.5, solved_quantile: 0.5}", "evaluation.solved: must be left out with solved_"),
-    # settings that an algorithm does not use
-    ("rl.algorithm.loss.clip_hihg=0.3", "rl.algorithm.loss.clip_hihg: no such key; the nearest is 'clip_high'"),
-    ("rl.algorithm.loss.clip_high=0.3", ".*clip_high: must be left out, got 0.3; set algorithm.epsilon_high: 0.3"),
-    ("rl.algorithm={name: cispo, epsilon: 0.2}", ".*epsilon: must be left out without epsilon_high, .* 'cispo'$"),
-    (
-        "rl.algorithm={name: dapo} + model.reference_model_path=runs",
-        "model.reference_model_path: must be null without a KL term, .*, got 'runs' with 'dapo'$",
-    ),
-    ("rl.algorithm={loss: {kl: none}, beta: 0.1}", ".*beta: must be 0 with loss.kl: none, got 0.1 with 'grpo'$"),
-    ("rl.algorithm={loss: {kl: k1}, beta: 0.0}", ".*loss.kl: must be left out with beta: 0, got 'k1' with 'grpo'$"),
-    ("rl.algorithm.similarity.config.linkag=x", ".*similarity.config.linkag: .* nearest is 'linkage'"),
-    ("rl.algorithm.loss.loss=gvpo", "rl.algorithm.loss: LossConfig: loss must be .* got 'gvpo'"),
-    ("rl.algorithm.loss.ratio=segment", ".*loss.ratio: must not be of segments, .* 'segment' with 'grpo'$"),
-    ("rl.algorithm.advantage.estimator=remax", ".*advantage.estimator: must not need baselines, .* 'remax'"),
-    ("rl.algorithm.advantage.shrinkage=2.0", ".*advantage.shrinkage: applies within clusters: .* got 2.0"),
-    (
-        "rl.algorithm.advantage.reward_weights=[1.0]",
-        ".*reward_weights: must be left out, got .*; set the weight of each",
-    ),
-    ("rl.algorithm={name: polychromic, advantage: {clip: 1.0}}", ".*advantage: applies to algorithms other than"),
-    ("rl.algorithm={name: polychromic, similarity: {sharing: 1.0}}", ".*sharing: applies to algorithms other"),
-    ("rl.algorithm={name: ppo, drop_flat: false}", ".*drop_flat: applies to .* without a critic, got False"),
-    ("rl.algorithm.sparse=true", "rl.algorithm.sparse: applies to group_ppo, got True with 'grpo'$"),
-    ("rl.algorithm.critic={}", "rl.algorithm.critic: applies to ppo and group_ppo"),
-    ("rl.algorithm.set_size=3", "rl.algorithm.set_size: applies to polychromic, got 3"),
+    *mistakes.OF_ALGORITHMS,
     # what is not here, or cannot be loaded
     ("backend=kernel", "backend: must be auto or reference where no kernel runs"),
     ("output=file/run", "output: must be a folder, got '.*', where '.*' is a file"),
@@ -310,6 +287,10 @@ MISTAKES = [
     ("model.path=./empty", "model.path: './empty' cannot be loaded: "),
     ("model.path=./modle", ".*no such model './modle': there is no 'modle'; the nearest is 'model'"),
     ("model.path=runs/modle", ".*no such model 'runs/modle': there is no 'runs/modle'$"),
+    (
+        "model.reference_model_path=./modle + rl.algorithm.beta=0.1",
+        "model.reference_model_path: no such model './modle': .*; the nearest is 'model'",
+    ),
     ("model.path=modell", ".*'modell' is no folder here; the nearest is 'model', and was not loaded from .*offline"),
     ("model.path=runs", ".*no model in 'runs': .* no config.json; the newest one in it is 'runs/rl-10/model'"),
     ("model.path=adapters", ".*must be a model, got the adapters in 'adapters'; name what peft's merge_and_unload"),
@@ -352,6 +333,7 @@ MISTAKES = [
     (rewarded_by("notthing"), r"rl.rewards.0.name: cannot load .* has no 'notthing'; the nearest is 'nothing'$"),
     (rewarded_by("needs_a_column"), r"rl\.rewards\.0: .* needs the column 'anwser'; the nearest is 'answer', all "),
     (rewarded_by("needs_a_column", part="evaluation"), r"evaluation\.rewards\.0: .* needs the column 'anwser'"),
+    (options("diversity", "embedder: hashed, sharing: 0.5"), ".*options.sharing: must be left out, .*, got 0.5$"),
     (options("exact", "correct: 1"), "rl.rewards.0.options.correct: no such key; there is none$"),
     (options("reply", "weights: {relevanse: 1.0}"), ".*options.weights.relevanse: .* nearest is 'relevance'"),
     (options("reply", "weights: {relevance: 0.5}"), r".*options.weights: must sum to 1, got Weights\(relevance=0.5"),

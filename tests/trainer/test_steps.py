@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from grpo_trainer import sft
+from grpo_trainer import response_map, sft
 from grpo_trainer import train as training
 from grpo_trainer.algorithm import Plan
 from grpo_trainer.embed import load_embedder
@@ -23,6 +23,7 @@ from grpo_trainer.metrics import loss_metrics
 from grpo_trainer.optimizer import lr_factor
 from grpo_trainer.policy import Policy, Reference
 from grpo_trainer.recipe import Algorithm, Critic, Optimizer, Recipe, Rl, Similarity
+from grpo_trainer.rewards import RewardError
 from grpo_trainer.rollout import Rollout, roll_out
 from grpo_trainer.setup import set_up
 from grpo_trainer.tiny import train_tokenizer
@@ -99,6 +100,18 @@ def test_gmpo_clips_tokens_although_its_terms_are_rows() -> None:
     logprobs, advantages = torch.zeros(4, 10), torch.tensor([1.0, 1.0, 1.0, -1.0])
     result = gk.policy_loss(logprobs, logprobs - 1, advantages, config=plan.loss)
     assert loss_metrics([result.metrics.tensor], [0.0], [0.0], plan)["train/clip_high"] == pytest.approx(0.75)
+
+
+def test_a_map_of_responses_survives_a_judge_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = "rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed}}"
+    run = small.ready(small.recipe(tmp_path, algorithm))
+
+    def fails(*_: Any) -> None:
+        raise RewardError("1 of 4 failed")
+
+    monkeypatch.setattr(response_map, "score", fails)
+    drawn = response_map.response_map(run)
+    assert drawn is not None and [response["reward"] for response in drawn["responses"]] == [None] * 4
 
 
 def test_minibatches_are_as_many_as_asked_and_responses_may_be_empty(tmp_path: Path) -> None:

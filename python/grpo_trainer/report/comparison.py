@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _PER_RUN = ("seed", "output", "threads", "backend", "distributed", "logging", "checkpoints")
 _CONDITIONS = (
     *(f"data.{name}" for name in ("task", "options", "validation", "test", "prompt", "template")),
-    *(f"evaluation.{name}" for name in ("samples", "temperature", "max_completion_length", "solved_quantile")),
+    *(f"evaluation.{name}" for name in ("samples", "temperature", "solved_quantile")),
 )
 _AXES = (("semantic_diversity", "rouge_diversity", "distinct_2"), ("sampled_reward", "reward"))  # the first measured
 _CURVES = (
@@ -161,6 +161,7 @@ def _conditions(run: RunFolder, evaluated: Evaluated) -> dict[str, Any]:
         "split": evaluated.split,
         "prompts, number of": len(prompts),
         f"prompts of seed {run.setting('seed')}": prompts,  # data of bundled tasks follows the seed
+        "evaluation.max_completion_length": run.longest_evaluated,
         "evaluation.rewards": run.setting("evaluation.rewards") or run.setting("rl.rewards"),
         "evaluation.solved": evaluated.solved,
         "embedder": evaluated.content.get("embedder"),

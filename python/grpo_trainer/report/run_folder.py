@@ -15,6 +15,7 @@ import yaml
 
 from grpo_trainer.evaluate import estimate_pass_at_k
 from grpo_trainer.messages import nearest_file
+from grpo_trainer.recipe import EVALUATED_TOKENS
 
 Line = dict[str, Any]
 
@@ -117,13 +118,20 @@ class RunFolder:
 
     @property
     def phase(self) -> str:
-        """The last phase."""
-        return "sft" if isinstance(self.setting("sft"), dict) and not self.setting("rl") else "rl"
+        """The last phase; without any, that of the evaluation before the first step."""
+        return "sft" if self.recipe and not self.setting("rl") else "rl"
 
     @property
     def steps(self) -> float:
-        """Number of steps of the last phase."""
-        return number(self.setting(f"{self.phase}.steps"))
+        """Number of steps of the last phase, 0 without any."""
+        is_untrained = self.recipe and not self.setting(self.phase)
+        return 0.0 if is_untrained else number(self.setting(f"{self.phase}.steps"))
+
+    @property
+    def longest_evaluated(self) -> int:
+        """The longest response of an evaluation, in tokens."""
+        own, of_rl = self.setting("evaluation.max_completion_length"), self.setting("rl.rollout.max_completion_length")
+        return int(own or of_rl or EVALUATED_TOKENS)
 
     def training(self, phase: str, step: float) -> str:
         return f"{step:.0f} steps of {'SFT' if phase == 'sft' else self.setting('rl.algorithm.name') or 'RL'}"

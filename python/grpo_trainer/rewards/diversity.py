@@ -7,7 +7,7 @@ prompts form a group.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,19 @@ from torch.nn.functional import normalize
 from grpo_trainer.embed import Embedder, load_embedder
 from grpo_trainer.recipe import Similarity
 from grpo_trainer.rewards.base import Rows, WeightedReward
+from grpo_trainer.section import Rule
 
 
 class Diversity(WeightedReward, Similarity):
     """The reward. Its options are those of `algorithm.similarity`: embedder, text, unfinished, tail, batch_size."""
 
     _embedder: Embedder
+
+    def rules(self) -> Iterator[Rule]:
+        yield from super().rules()
+        for name in ("workers", "gpus_per_worker", "config", "sharing", "within", "between"):
+            is_default = getattr(self, name) == getattr(Similarity(), name)
+            yield name, is_default, "must be left out, as the reward only compares embeddings"
 
     def model_post_init(self, _: Any) -> None:
         self._embedder = load_embedder(self)
