@@ -80,6 +80,7 @@ PUBLISHED = (
 # as in group_ppo, except for the segments
 PPO = "rl.algorithm={name: ppo, critic: {lr: 0.001, coef: 0.5, warmup: 3}, segments: {lam: 0.95}}"
 PLAIN = "rl.algorithm={name: grpo}"
+OF_ALL = tuple(f"rl.algorithm.{key}" for key in ("beta=", "epsilon=", "epsilon_high=", "loss."))  # that variants have
 EXPERIMENTS = {
     "strategies": Experiment(
         "similarity_group",
@@ -139,10 +140,11 @@ def run_experiment(name: str, seed: int, folder: Path, overrides: Sequence[str])
         output = folder / Path(experiment.recipe).stem / f"{place.replace(' ', '-')}-{seed}"
         return recipes.load(recipe, [*shared, f"output={output}", f"name={place}", *more])
 
-    runs = {SFT: finished(load(experiment.recipe, SFT, "rl=null"))}
+    length = load(experiment.recipe, SFT).max_completion_length
+    runs = {SFT: finished(load(experiment.recipe, SFT, "rl=null", f"evaluation.max_completion_length={length}"))}
     steps = runs[SFT].setting("sft.steps")
     model = runs[SFT].path / f"checkpoints/sft-{steps}/model"
-    again = [change for change in overrides if change.startswith("rl.")]  # a variant may replace whole sections
+    again = [change for change in overrides if change.startswith(OF_ALL)]  # a variant may replace all of rl.algorithm
     for variant, change in experiment.variants.items():
         base, more = (change, ()) if isinstance(change, str) else (experiment.recipe, tuple(change))
         runs[variant] = finished(load(base, variant, "sft=null", f"model.path={model}", *more, *again))

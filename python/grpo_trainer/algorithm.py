@@ -162,16 +162,13 @@ def _with_coefficients(fields: dict[str, Any], settings: Algorithm) -> dict[str,
     kl = settings.loss.get("kl", fields.get("kl", "none"))
     if beta == 0 or (kl == "none" and beta is None):
         fields = {name: value for name, value in fields.items() if name not in ("kl", "kl_coef")}
-        _refuse(
-            kl != "none" and "kl" in settings.loss, "algorithm.loss.kl", "must be left out with beta: 0", kl, settings
-        )
     elif beta is not None:
         _refuse(
             kl == "none" and "kl" in settings.loss, "algorithm.beta", "must be 0 with loss.kl: none", beta, settings
         )
         fields = fields | {"kl": "k3" if kl == "none" else kl, "kl_coef": beta}
     else:
-        rule = "needs beta, or a kl_coef of 0 to be measured only"
+        rule = "needs algorithm.beta, 0 to be measured only"
         _refuse("kl_coef" not in fields | settings.loss, "algorithm.loss.kl", rule, kl, settings)
     if (fields | settings.loss).get("loss") == "cispo":  # caps the ratio at epsilon_high itself, and ignores epsilon
         rule = "must be left out without epsilon_high, which alone caps the ratios of cispo"

@@ -159,7 +159,7 @@ def restore_policy(recipe: Recipe, state: State, initial: Policy) -> Policy:
     policy = initial
     with _explaining_damage(folder):
         if recipe.model.lora is None:
-            stored = load_lm(recipe.model.model_copy(update={"path": str(folder)}), "cpu", initial.lm)
+            stored = load_lm(recipe.model.model_copy(update={"path": str(folder)}), initial.device, initial.lm)
             initial.lm.load_state_dict(stored.state_dict())
         else:
             load_adapter(initial, recipe.model, folder)

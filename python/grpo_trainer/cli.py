@@ -280,7 +280,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         found = sorted(Path("runs").glob("*/checkpoints/*/model"))
         return _print("\n".join([parser.format_help(), "models in runs/:", *(f"  {path}" for path in found)]))
     options = parser.parse_intermixed_args(arguments)
-    models = [argument for argument in options.models if "=" not in argument or Path(argument).exists()]
+    models = [argument for argument in options.models if "=" not in argument or os.path.exists(argument)]
     overrides = [argument for argument in options.models if argument not in models]
     if not 1 <= len(models) <= 2:
         got = f"the recipe {options.recipe} and {len(models)} models"

@@ -308,7 +308,7 @@ class Algorithm(Section):
     name: str = "grpo"
     """sets some of the keys below, as grpo train --list shows"""
     beta: NonNegativeFloat | None = None
-    """coefficient of the KL term, 0: none; null: that of name"""
+    """coefficient of the KL term, 0: none, or one that is measured only with loss.kl; null: that of name"""
     epsilon: NonNegativeFloat | None = None
     """clip range below the ratio 1, and above it too unless epsilon_high is given; null: of name"""
     epsilon_high: NonNegativeFloat | None = None

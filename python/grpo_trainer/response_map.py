@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_trainer import distributed
 from grpo_trainer.algorithm import total_rewards
 from grpo_trainer.data import prompt_text
 from grpo_trainer.embed import embed_all
@@ -30,7 +31,10 @@ def response_map(run: Any) -> dict[str, Any] | None:
     rollout: Rollout = run.roll_out(items, generator)
     try:
         totals = total_rewards(score(run.rewards, rollout).values, run.reward_weights)
-    except RewardError:  # such as a judge's, of whose few answers one is a large share; a map is no reason to stop
+    except (
+        RewardError,
+        distributed.ProcessError,
+    ):  # such as a judge's, of whose few answers one is a large share; a map is no reason to stop
         totals = torch.full((len(rollout.texts),), torch.nan)
     embeddings = embed_all(run.embedder, rollout.texts, rollout.group_size)
     clusters = gk.similarity_groups(embeddings, rollout.group_size, config=run.plan.clustering)

@@ -184,7 +184,7 @@ def set_up(recipe: Recipe, model: Any = None, tokenizer: Any = None, reference: 
         embedders,
         policy,
         given_model=model is not None,
-        given_reference=reference,
+        given_reference=None if reference is model else reference,  # the policy at the start of RL
         notes=notes,
     )
 

@@ -188,7 +188,8 @@ def test_one_model_is_evaluated_and_two_are_compared(
     prefix, before, after = ["eval", str(finished / "mine.yaml")], f"{run}/checkpoints/sft-2/model", str(newest(run))
     # evaluations sample with the policy, so they need no engine
     rewards = small.rewarded_by("equal", part="evaluation")
-    assert cli.main([*prefix, after, "evaluation.test_prompts=5", rewards, "rl.rollout.engine=vllm"]) == 0
+    long = f"data.template='{{prompt}}{'x' * 300}'"  # no name of a file
+    assert cli.main([*prefix, after, "evaluation.test_prompts=5", rewards, "rl.rollout.engine=vllm", long]) == 0
     printed = capsys.readouterr().out
     assert re.search(rf"{after}\n  reward +1\.0000\n(.*\n)+  prompts +5\.0000\n", printed) and "before" not in printed
     reported = ["--json", str(out), "--report", str(page), "evaluation.samples=3", "evaluation.embedder=hashed"]
@@ -366,6 +367,7 @@ def test_experiments_on_seeds(
     paths = {name: run.setting("model.path") for name, run in runs.items()}
     assert paths == {"SFT": "tiny", "plain": model, "doctor": model}
     assert runs["doctor"].setting("rl.algorithm.name") == "dr_grpo" and runs["plain"].setting("seed") == 3
+    assert runs["SFT"].setting("evaluation.max_completion_length") == 12
     assert runs["doctor"].setting("rl.algorithm.beta") == runs["plain"].setting("rl.algorithm.beta") == 0.05
     untrained = experiments.finished(small.recipe(tmp_path / "untrained", "sft=null", "rl=null"))
     assert experiments.figures(untrained)["exact"] == 0

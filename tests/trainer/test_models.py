@@ -102,6 +102,12 @@ def test_a_resumed_run_keeps_the_class_of_the_object(
     train(broken, resume=True, **objects["resumed"])
     assert MyModel in kinds
     small.assert_equal_runs(whole.folder, broken.folder)
+    # the policy at the start of RL is the reference also if the caller names it
+    own = [loaded(saved, MyModel, dtype=torch.bfloat16) for _ in range(2)]
+    again = object_recipe(tmp_path / "again")
+    stop_before(monkeypatch, again, "rl", 3, **own[0], reference=own[0]["model"])
+    train(again, resume=True, **own[1], reference=own[1]["model"])
+    small.assert_equal_runs(whole.folder, again.folder)
     states = [objects[name]["model"].state_dict() for name in ("whole", "resumed")]
     assert all(torch.equal(value, states[0][name]) for name, value in states[1].items()), "itself is trained"
 

@@ -104,6 +104,8 @@ def test_beta_and_epsilon_mean_what_they_mean_in_trl() -> None:
         algorithm = {"name": "dr_grpo", "loss": aggregation}
         rl = validated(Rl, {"algorithm": algorithm, "rollout": {"max_completion_length": 9}})
         assert Plan.of(rl).loss.max_length == length
+    measured = Plan.of(validated(Rl, {"algorithm": {"name": "dapo", "beta": 0, "loss": {"kl": "k1"}}}))
+    assert (measured.loss.kl, measured.loss.kl_coef, measured.needs_reference) == ("k1", 0, True)
 
 
 # Bundled recipes

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from trl import GRPOConfig
-
 import grpo_kernels as gk
 
 # Fields of a LossConfig that describe its policy term. GRPOConfig has the others.
@@ -43,7 +41,7 @@ def check_policy_term(trainer: Any) -> None:
     loss, args = trainer.policy_term, trainer.args
     if loss is None:
         return
-    defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
     for name in _REPLACED:
         if (value := getattr(args, name)) != defaults[name]:
             raise ValueError(

@@ -100,7 +100,7 @@ def fused_ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = No
             raise KeyError(f"fused_ppo_loss: data must hold {key!r} for this config, got {sorted(data.keys())}")
         kwargs[argument] = layout.of_data(data[key], -1 if argument == "segments" else 0)
     mask = layout.of_data(data["response_mask"]).bool()
-    if TOKENS in data and mode == "segment":
+    if TOKENS in data and mode == "segment" and terms.counts_sessions:
         raise ValueError(
             "fused_segment: every session must have one output, got sessions of several, whose shares count tokens and "
             "not segments"

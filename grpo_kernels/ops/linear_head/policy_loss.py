@@ -108,8 +108,8 @@ def linear_policy_loss(
             log-probs, call linear_logprobs and policy_loss, in four products
         teacher: adds the divergence from a teacher's most probable tokens to the loss, for the tokens that take part,
             over the whole vocabulary. It has products of its own only with support and where memory="low" runs;
-            then backward runs once, too. metrics.distillation is that part of the loss as a DistillationLoss. The
-            head's vocab_start must be None
+            then backward runs once, too, but in float16. metrics.distillation is that part of the loss as a
+            DistillationLoss. The head's vocab_start must be None
         return_entropy: measure the entropy even if the config does not need it
         memory: "fast" computes the gradient with the loss, and backward runs once. "low" recomputes the logits in the
             backward. "low" is also used in float16, where a loss scaler must come before the gradient, if a sequence
@@ -119,7 +119,8 @@ def linear_policy_loss(
             means on the CPU. On a GPU it waits for the device once; unless it is False, integer positions leave the
             others out without that
         weight_grad: tensor that the gradient of the weight is added to in the forward pass, for accumulation over
-            micro-batches; weight itself gets no gradient. The loss must then be given to backward() unscaled
+            micro-batches; weight itself gets no gradient. The loss must then be given to backward() unscaled. Not with
+            memory="low"
     """
     config = LossConfig.of(config, _OP)
     lm_head = LMHead.of(_OP, "head", head)

@@ -26,7 +26,7 @@ class Diversity(WeightedReward, Similarity):
 
     def rules(self) -> Iterator[Rule]:
         yield from super().rules()
-        for name in ("workers", "gpus_per_worker", "config", "sharing", "within", "between"):
+        for name in ("config", "sharing", "within", "between"):
             is_default = getattr(self, name) == getattr(Similarity(), name)
             yield name, is_default, "must be left out, as the reward only compares embeddings"
 
