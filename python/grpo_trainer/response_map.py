@@ -31,10 +31,8 @@ def response_map(run: Any) -> dict[str, Any] | None:
     rollout: Rollout = run.roll_out(items, generator)
     try:
         totals = total_rewards(score(run.rewards, rollout).values, run.reward_weights)
-    except (
-        RewardError,
-        distributed.ProcessError,
-    ):  # such as a judge's, of whose few answers one is a large share; a map is no reason to stop
+    except (RewardError, distributed.ProcessError):
+        # such as a judge's, of whose few answers one is a large share: a map is no reason to stop
         totals = torch.full((len(rollout.texts),), torch.nan)
     embeddings = embed_all(run.embedder, rollout.texts, rollout.group_size)
     clusters = gk.similarity_groups(embeddings, rollout.group_size, config=run.plan.clustering)

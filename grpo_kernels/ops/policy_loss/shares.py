@@ -87,7 +87,8 @@ def _check_means(
     if max_length is not None and checks.integer(_OP, "max_length", max_length) < 1:
         raise ValueError(f"{_OP}: max_length must be at least 1, got {max_length}")
     if aggregation == "token-sum" and count is not None:
-        raise ValueError(f"{_OP}: count must be None with aggregation='token-sum', which divides by nothing")
+        rule = "None with aggregation='token-sum', which divides by nothing"
+        raise ValueError(f"{_OP}: count must be {rule}, got {count!r}")
     if (aggregation == _OF_GROUPS) != (groups is not None):
         got = "None" if groups is None else type(groups).__name__
         raise ValueError(f"{_OP}: groups must be given with aggregation={_OF_GROUPS!r}, and only then, got {got}")
