@@ -24,6 +24,7 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
 MODES = ("auto", "none", "cpu", "cuda")
@@ -73,12 +74,27 @@ def build_mode() -> str:
     return "cuda" if torch.version.cuda and nvcc() else "cpu"
 
 
+class FreshBuild(build_py):
+    """Leaves nothing of an earlier build: no deleted file in a wheel, and no kernels in a checkout with mode none."""
+
+    def run(self) -> None:
+        if self.editable_mode and not backends:
+            for library in ROOT.glob("grpo_kernels/libgrpo_kernels_*.so"):
+                library.unlink()
+        if not self.editable_mode:
+            for package in ("grpo_kernels", "grpo_conformance", "grpo_trainer"):
+                shutil.rmtree(Path(self.build_lib) / package, ignore_errors=True)
+        super().run()
+
+
 class CMakeBuild(build_ext):
     """Builds all libraries in one CMake run, into the folder where setuptools expects them."""
 
     def finalize_options(self) -> None:
-        in_checkout = self.inplace and importlib.util.find_spec("pybind11") is not None
-        if in_checkout and self.distribution.ext_modules:  # for a test
+        in_checkout = self.inplace or self.editable_mode
+        if (
+            in_checkout and importlib.util.find_spec("pybind11") is not None and self.distribution.ext_modules
+        ):  # for a test
             self.distribution.ext_modules.append(Extension("grpo_kernels._codes", sources=[]))
         super().finalize_options()
 
@@ -98,6 +114,8 @@ class CMakeBuild(build_ext):
             if library.stem not in names:
                 library.unlink()
         build = Path(self.build_temp).resolve()
+        if not self.inplace:  # whose cache may have options of an earlier build
+            shutil.rmtree(build, ignore_errors=True)
         build.mkdir(parents=True, exist_ok=True)
         cmake = program("cmake", "CMAKE_BIN_DIR") or "cmake"
         configure = [
@@ -154,5 +172,5 @@ setup(
         "grpo_trainer.report": ["template.html"],
     },
     ext_modules=[Extension(f"grpo_kernels.libgrpo_kernels_{name}", sources=[]) for name in backends],
-    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
+    cmdclass={"build_py": FreshBuild, "build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.case import Provider, Same
+from benchmarks.case import Call, Provider, Same
 
 
 class Shape(NamedTuple):
@@ -98,9 +99,9 @@ def torch_chunked(i: Inputs) -> tuple[Tensor, ...]:
 
 def trl(i: Inputs) -> tuple[Tensor, ...]:
     from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as COLUMNS
 
-    # TRL's trainers use 4,096 rows at a time
-    logprobs = ChunkedLogProbFunction.apply(i.hidden, i.weight, None, i.targets, 1.0, 4096, None, 1.0, ())[0]
+    logprobs = ChunkedLogProbFunction.apply(i.hidden, i.weight, None, i.targets, 1.0, COLUMNS, None, 1.0, ())[0]
     return i.gradients(-logprobs.mean())
 
 
@@ -127,7 +128,12 @@ def lacks_fused() -> str:
     return "" if hasattr(F, "linear_cross_entropy") else f"torch {torch.__version__} has no F.linear_cross_entropy"
 
 
-PEERS = (
+def peers(with_entropy: Call) -> tuple[Provider, ...]:
+    """The peers; verl's head always computes entropies, so that it is compared with our call `with_entropy`."""
+    return tuple(dataclasses.replace(p, ours=with_entropy) if p.name == "verl" else p for p in _PEERS)
+
+
+_PEERS = (
     Provider("naive autograd", naive),
     Provider("F.linear_cross_entropy", torch_fused, lacks=lacks_fused),
     Provider("F.linear_cross_entropy, chunked", torch_chunked, lacks=lacks_fused),

@@ -15,13 +15,15 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+ROOT = next(path for path in (Path.cwd(), *Path.cwd().parents) if (path / "examples").is_dir())  # of the checkout
 TRAINERS = ("GRPOTrainer", "FusedGRPOTrainer")
 STEPS = 5
 results = {}
 for name in TRAINERS:
-    out = Path("runs") / f"smollm2-{name}"
+    out = ROOT / "runs" / f"smollm2-{name}"
     options = ["--steps", str(STEPS), "--batch", "16", "--out", str(out)]
-    subprocess.run([sys.executable, "examples/trl_smollm2.py", name, *options], check=True, capture_output=True)
+    program = [sys.executable, ROOT / "examples/trl_smollm2.py", name, *options]
+    subprocess.run(program, check=True, stdout=subprocess.DEVNULL)
     results[name] = json.loads((out / "metrics.json").read_text())
 
 # %% [markdown]

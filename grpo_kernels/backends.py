@@ -218,7 +218,8 @@ class use_backend:
     """Runs every call that names no backend on this one, until the end of the block if there is one.
 
     A call that it cannot run is refused; ops that are plain torch on every device run as ever. As a statement,
-    `gk.use_backend("kernel")` holds for the whole process; `with gk.use_backend("kernel"):` for a block.
+    `gk.use_backend("kernel")` holds for the whole process, as the environment variable
+    `GRPO_KERNELS_BACKEND` does; `with gk.use_backend("kernel"):` for a block.
     """
 
     def __init__(self, name: str) -> None:

@@ -83,21 +83,34 @@ class _Trainer:
         return {name: values[0] for name, values in self._metrics["train"].items()}
 
 
+class PolicyLoss:
+    """The loss of GRPOTrainer (or GMPOTrainer) for one micro-batch; `inputs` uses TRL's names."""
+
+    def __init__(
+        self, entropy: Tensor, mask: Tensor, inputs: dict[str, Tensor], gmpo: bool = False, **options: Any
+    ) -> None:
+        if gmpo:
+            self.compute = _module("trl.experimental.gmpo.gmpo_trainer").GMPOTrainer._compute_loss
+        else:
+            self.compute = _module("trl.trainer.grpo_trainer").GRPOTrainer._compute_loss
+        ids = torch.zeros(mask.shape, dtype=torch.long)
+        prompt = torch.ones(len(mask), 1, dtype=torch.long)
+        batch = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": ids, "completion_mask": mask.long()}
+        self.batch = batch | {"num_items_in_batch": mask.sum()} | inputs
+        self.entropy, self.trainer = entropy, _Trainer(None, entropy, options)
+
+    def __call__(self, logprobs: Tensor) -> Tensor:
+        self.trainer._result = logprobs, self.entropy, None
+        self.trainer._metrics["train"].clear()
+        return self.compute(self.trainer, self.trainer.model, dict(self.batch))
+
+
 def policy_loss(
     logprobs: Tensor, entropy: Tensor, mask: Tensor, inputs: dict[str, Tensor], gmpo: bool = False, **options: Any
 ) -> tuple[Tensor, dict[str, float]]:
-    """Loss and metrics of GRPOTrainer (or GMPOTrainer) for one micro-batch; `inputs` uses TRL's names."""
-    if gmpo:
-        compute = _module("trl.experimental.gmpo.gmpo_trainer").GMPOTrainer._compute_loss
-    else:
-        compute = _module("trl.trainer.grpo_trainer").GRPOTrainer._compute_loss
-    ids = torch.zeros(mask.shape, dtype=torch.long)
-    prompt = torch.ones(len(mask), 1, dtype=torch.long)
-    batch = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": ids, "completion_mask": mask.long()}
-    batch["num_items_in_batch"] = mask.sum()
-    trainer = _Trainer(logprobs, entropy, options)
-    loss = compute(trainer, trainer.model, batch | inputs)
-    return loss, trainer.metrics()
+    """Loss and metrics of one micro-batch."""
+    compute = PolicyLoss(entropy, mask, inputs, gmpo, **options)
+    return compute(logprobs), compute.trainer.metrics()
 
 
 def sampler_ratio(old: Tensor, sampling: Tensor, mask: Tensor, **options: Any) -> tuple[Tensor, dict[str, float]]:

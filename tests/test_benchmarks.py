@@ -223,6 +223,18 @@ def test_a_ratio_counts_as_lower_if_it_is_so_every_time(
     assert len(ratios) - len(left) == tries and threads == {1}
 
 
+@pytest.mark.parametrize(
+    ("row", "outcome"),
+    [({"missing": "no such package"}, pytest.skip.Exception), ({"refused": "differ"}, pytest.fail.Exception)],
+)
+def test_a_peer_that_is_not_timed_has_no_ratio(
+    monkeypatch: pytest.MonkeyPatch, row: dict[str, str], outcome: type[BaseException]
+) -> None:
+    monkeypatch.setattr(measure, "measure_provider", lambda *_: row)
+    with pytest.raises(outcome, match=next(iter(row.values()))):
+        suite_of().compare_with_baseline(small_case(), "mean")
+
+
 def test_the_baseline_has_every_steady_ratio() -> None:
     wanted = {f"{case.op}, {case.name}: {who}" for case in cases(device="cpu") for who in case.quick}
     assert json.loads(conftest.BASELINE.read_text())["ratios"].keys() == wanted

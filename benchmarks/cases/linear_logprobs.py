@@ -14,13 +14,17 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from benchmarks.case import Bar, Case, Floor, Provider, Sweep
-from benchmarks.head_peers import PEERS, SHAPES, SMALL, Inputs, Shape, same
+from benchmarks.head_peers import SHAPES, SMALL, Inputs, Shape, peers, same
 
 OP = "linear_logprobs"
 
 
-def ours(i: Inputs) -> tuple[Tensor, ...]:
-    return i.gradients(-gk.linear_logprobs(i.hidden, i.weight, i.targets).logprobs.mean())
+def ours(i: Inputs, **options: bool) -> tuple[Tensor, ...]:
+    return i.gradients(-gk.linear_logprobs(i.hidden, i.weight, i.targets, **options).logprobs.mean())
+
+
+def ours_with_entropy(i: Inputs) -> tuple[Tensor, ...]:
+    return ours(i, return_entropy=True)
 
 
 def case(shape: Shape) -> Case:
@@ -31,7 +35,7 @@ def case(shape: Shape) -> Case:
         Floor(flops=4 * shape.products),
         lambda device, seed: Inputs(shape, device, seed),
         ours,
-        tuple(p for p in PEERS if p.name in ("naive autograd", "trl", "verl")),
+        tuple(p for p in peers(ours_with_entropy) if p.name in ("naive autograd", "trl", "verl")),
         same=same(shape),
         dtype=str(shape.dtype).removeprefix("torch."),
         devices=(shape.device,),

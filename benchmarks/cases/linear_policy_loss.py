@@ -12,7 +12,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from benchmarks.case import Bar, Case, Floor, Provider, Sweep
-from benchmarks.head_peers import HALVES, PEERS, SHAPES, Inputs, Shape, bare_products, same
+from benchmarks.head_peers import HALVES, SHAPES, Inputs, Shape, bare_products, peers, same
 
 OP = "linear_policy_loss"
 CONFIG = gk.LossConfig(loss="reinforce", aggregation="token-mean")
@@ -25,6 +25,9 @@ def ours(i: Inputs, **options: Any) -> tuple[Tensor, ...]:
     kwargs = {"old_logprobs": None, "advantages": i.ones, "cu_seqlens": i.cu_seqlens, "config": CONFIG} | options
     head = kwargs.pop("head", i.weight)
     return i.gradients(gk.linear_policy_loss(i.hidden, head, i.targets, **kwargs).loss)
+
+
+PEERS = peers(lambda i: ours(i, return_entropy=True))
 
 
 class ClippedInputs(Inputs):

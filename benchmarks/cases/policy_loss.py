@@ -44,6 +44,13 @@ class Batch:
         self.packed = [t.detach()[self.chosen] for t in (self.logprobs, self.old, self.ref)]
         self.packed[0].requires_grad_()
 
+    @functools.cached_property
+    def of_trl(self) -> peers_trl.PolicyLoss:
+        """TRL's loss with all of its inputs but the log-probs, which TRL has before it computes the loss."""
+        inputs = {"advantages": self.advantages, "old_per_token_logps": self.old, "ref_per_token_logps": self.ref}
+        options = {"loss_type": "dapo", "beta": BETA, "use_bias_correction_kl": False}
+        return peers_trl.PolicyLoss(-self.logprobs.detach(), self.mask, inputs, **options)
+
     def gradient(self, loss: Tensor) -> Tensor:
         return torch.autograd.grad(loss, self.logprobs)[0]
 
@@ -70,9 +77,7 @@ def packed(b: Batch) -> Tensor:
 
 
 def trl(b: Batch) -> Tensor:
-    inputs = {"advantages": b.advantages, "old_per_token_logps": b.old, "ref_per_token_logps": b.ref}
-    options = {"loss_type": "dapo", "beta": BETA, "use_bias_correction_kl": False}
-    return b.gradient(peers_trl.policy_loss(b.logprobs, -b.logprobs.detach(), b.mask, inputs, **options)[0])
+    return b.gradient(b.of_trl(b.logprobs))
 
 
 def plain(lp: Tensor, old: Tensor, ref: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
@@ -212,7 +217,7 @@ CASES = [
         providers=(
             Provider("trl", trl, package="trl", devices=("cpu",)),  # extracted for the CPU, as in the tests
             Provider("verl", verl, package="verl", ours=lambda b: ours(b, VERL)),
-            Provider("torch.compile", by(torch.compile(plain))),
+            Provider("torch.compile", by(torch.compile(plain, dynamic=False))),
             Provider("torch eager", by(plain)),
             Provider("two torch.exp", lambda b: torch.exp(torch.exp(b.old)), agrees=False),
         ),
@@ -230,7 +235,7 @@ CASES = [
         Floor(bytes=17 * 8 * ROWS * WIDTH),
         of(8 * ROWS),
         ours,
-        (Provider("torch.compile", by(torch.compile(plain))),),
+        (Provider("torch.compile", by(torch.compile(plain, dynamic=False))),),
         same=SAME,
         devices=("cuda",),
     ),

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
+#include <mutex>
 
 // Divides work among threads where one thread would take long. A parallel region ends when its last thread has run its
 // part. Beside as many busy processes as cores that thread first waits milliseconds for a core, which made calls of
@@ -26,13 +28,27 @@ inline int64_t threads_for(double nanoseconds) {
   return std::max<int64_t>(1, static_cast<int64_t>(std::min(threads, nanoseconds / (fork_nanoseconds / 4))));
 }
 
-// Calls visit(begin, end) for neighbouring parts of [0, count), at most one a thread.
+// Calls visit(begin, end) for neighbouring parts of [0, count), at most one a thread. Exceptions are those of one
+// thread: the first part's is thrown again here, as torch would replace its text.
 template <typename Visit>
 void divide(int64_t count, int64_t threads, const Visit& visit) {
   if (count <= 0) return;
   if (threads <= 1 || count == 1) return visit(int64_t{0}, count);
   forks.fetch_add(1, std::memory_order_relaxed);
-  torch::stable::parallel_for(0, count, (count + threads - 1) / threads, visit);
+  std::mutex mutex;
+  std::exception_ptr error;
+  int64_t failed = count;
+  torch::stable::parallel_for(0, count, (count + threads - 1) / threads, [&](int64_t begin, int64_t end) {
+    try {
+      visit(begin, end);
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (begin >= failed) return;
+      error = std::current_exception();
+      failed = begin;
+    }
+  });
+  if (error) std::rethrow_exception(error);
 }
 
 // divide() for items that take one thread so many nanoseconds each.

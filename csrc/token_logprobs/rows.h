@@ -1,7 +1,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 
 #include "common/check.h"
 #include "common/parallel.h"
@@ -41,25 +40,19 @@ void for_each_row(const LogitRows<T>& in, Visit visit) {
 
 template <typename T>
 void forward_rows(const LogitRows<T>& in, Wide<T>* logprobs, Wide<T>* entropy, double* normalizer) {
-  std::atomic<int64_t> first_wrong{in.layout.rows};  // the first row whose target is out of range
   for_each_row(in, [&](int64_t row) {
     RowResult result{0, 0, 0};
+    GRPO_CHECK(in.has_target(row) || in.ignored(row), kLogprobsOp, ": targets must be in [0, ", in.layout.columns,
+               ") or ", kIgnoredTarget, ", got ", in.targets[row], " in row ", row);
     if (in.has_target(row)) {
       const RowSums sums = GRPO_SIMD_CALL(row_sums, in.logits + in.layout.offset(row), in.layout.columns,
                                           in.targets[row], in.map(row), entropy != nullptr);
       result = finish_row(sums.softmax, sums.target_z);
-    } else if (!in.ignored(row)) {
-      int64_t first = first_wrong.load();
-      while (row < first && !first_wrong.compare_exchange_weak(first, row)) {
-      }
     }
     logprobs[row] = static_cast<Wide<T>>(result.logprob);
     if (entropy != nullptr) entropy[row] = static_cast<Wide<T>>(result.entropy);
     normalizer[row] = result.normalizer;
   });
-  const int64_t row = first_wrong.load();
-  GRPO_CHECK(row == in.layout.rows, kLogprobsOp, ": targets must be in [0, ", in.layout.columns, ") or ",
-             kIgnoredTarget, ", got ", in.targets[row], " in row ", row);
 }
 
 template <typename T>

@@ -20,6 +20,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     results: dict[str, list[Result]] = {}
     try:
+        table = options.markdown
+        if table is not None and table.exists() and report.START not in table.read_text():
+            raise AdapterError(
+                f"--markdown: {table} must have a line {report.START}, after which tables replace all text"
+            )
         for adapter in [load(name) for name in options.adapters]:
             if adapter.name in results:
                 raise AdapterError(f"adapters must have different names, got {adapter.name} twice")

@@ -104,7 +104,7 @@ class Plan:
             similarity = Similarity()
         if similarity is not None:
             clustering = _config(gk.SimilarityConfig, {}, similarity.config, "similarity.config")
-        by_default = CORRECTION_OF_SEGMENTS if loss.ratio == "segment" else CORRECTION
+        by_default = CORRECTION_OF_SEGMENTS if loss.ratio.startswith("segment") else CORRECTION
         correction = _config(gk.CorrectionConfig, {}, settings.correction or by_default, "correction")
         plan = cls(settings, advantage, loss, similarity, clustering, segments, threshold, correction)
         plan._refuse_unmet(rl.rollout.num_generations)
@@ -324,6 +324,7 @@ def _credit_segments(plan: Plan, rollout: Rollout, rewards: Tensor, values: Tens
     token_rewards = torch.zeros_like(rollout.logprobs)
     last = (rollout.lengths - 1).clamp(min=0)[:, None]
     token_rewards.scatter_(1, last, rewards.nan_to_num()[:, None].to(token_rewards))
+    by_segment = plan.loss.ratio.startswith("segment") and not plan.settings.sparse
     result = gk.endpoint_segments(
         token_rewards,
         rollout.logprobs,
@@ -332,15 +333,18 @@ def _credit_segments(plan: Plan, rollout: Rollout, rewards: Tensor, values: Tens
         values=values,
         groups=rollout.group_size if plan.segments.norm == "prompt" else None,
         threshold=plan.threshold,
-        config=plan.segments,
+        # a correction may reject the last token of a segment, whose term reads the last one that is left
+        config=dataclasses.replace(plan.segments, credit="broadcast") if by_segment else plan.segments,
     )
     credit = Credit(result.advantages, mask, returns=result.returns)
     if plan.threshold is not None:
+        if by_segment and plan.segments.credit == "endpoint":
+            result = result._replace(advantages=result.advantages * result.endpoint_mask)
         credit.metrics = gk.segment_metrics(result, rollout.group_size)
         plan.threshold.update(result)
     if plan.settings.sparse:
         credit.mask = result.endpoint_mask
-    elif plan.loss.ratio.startswith("segment"):
+    elif by_segment:
         credit.segments = result.segment_ids
     return credit
 

@@ -123,9 +123,7 @@ def train(arguments: Sequence[str]) -> int:
     parser.add_argument("--list", action="store_true", help="list the bundled recipes and the algorithms")
     options = parser.parse_intermixed_args(arguments)
     if options.keys:
-        from grpo_trainer.recipe import Recipe
-
-        return _print("\n".join(_keys(Recipe)))
+        return _print("\n".join(_all_keys()))
     if options.list or not arguments:
         return _print(_overview())
     if options.recipe is None:
@@ -170,16 +168,36 @@ def _fields(*configs: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for fields in configs for name, value in fields.items()) or "nothing"
 
 
+def _all_keys() -> Iterator[str]:
+    """The keys of a recipe, then the options of every bundled task and reward."""
+    from grpo_trainer import rewards, tasks
+    from grpo_trainer.recipe import Recipe
+
+    yield from _keys(Recipe)
+    for name in tasks.SYSTEMS:
+        yield f"\ndata.options of the task {name}:"
+        yield from _keys(tasks.load_task(name).Options, "  ")
+    for name in rewards.BUNDLED:
+        lines = list(_keys(rewards.load_class(name), "  "))
+        yield f"\noptions of the reward {name}:{'' if lines else ' none'}"
+        yield from lines
+
+
 def _keys(kind: Any, where: str = "") -> Iterator[str]:
     """A line for every key: its type or choices, its default, and what it means."""
     from grpo_trainer.recipes import section_in
 
     for name, field in kind.model_fields.items():
+        if name in getattr(kind, "unused", ()):
+            continue
         path, nested = f"{where}{name}", section_in(field.annotation)
         text = " ".join((field.description or "").split())
         if nested is None:
             shown = _type(field.annotation, field.metadata)
-            yield f"{path} ({shown}, default {json.dumps(field.default)}): {text}"
+            state = "required"
+            if not field.is_required():
+                state = f"default {json.dumps(field.get_default(call_default_factory=True))}"
+            yield f"{path} ({shown}, {state}): {text}".removesuffix(": ")
         else:
             yield f"{path}: {text}"
             yield from _keys(nested, f"{path}[]." if isinstance(field.default, list) else f"{path}.")
@@ -192,8 +210,8 @@ def _type(annotation: Any, limits: Sequence[Any] = (), plural: str = "") -> str:
         return _type(parts[0], [limit for of in parts[1:] for limit in getattr(of, "metadata", [of])], plural)
     if kind is Literal:
         return " | ".join(parts)
-    if kind is list:
-        return f"list of {_type(parts[0], plural='s')}"
+    if kind in (list, tuple):
+        return f"{'list' if kind is list else 'pair'} of {_type(parts[0], plural='s')}"
     if kind in (Union, types.UnionType):
         return " or ".join(_type(part, plural=plural) for part in parts)
     names = {str: "text", int: "integer", float: "number", bool: "boolean", type(None): "null"}
@@ -319,15 +337,16 @@ def _evaluate(options: argparse.Namespace, overrides: list[str], models: list[st
         print(model)
         for key, value in result["metrics"].items():
             print(f"  {key:<28} {value:.4f}")
+    if options.json is not None:  # before the comparison, which may raise
+        options.json.write_text(to_json(results, indent=1) + "\n")
     if options.report is not None:
         print(f"page: {write_evaluation(results, recipe, options.split, options.report)}")
     if len(results) == 2:
         before, after = results.values()
         comparison = compare(before, after, recipe.evaluation.solved)
         print(f"\nbefore: the first model; after: the second\n{comparison.table()}")
-        results["comparison"] = comparison.to_json()
-    if options.json is not None:
-        options.json.write_text(to_json(results, indent=1) + "\n")
+        if options.json is not None:
+            options.json.write_text(to_json({**results, "comparison": comparison.to_json()}, indent=1) + "\n")
     return 0
 
 

@@ -165,7 +165,8 @@ def hashed(texts: Sequence[str], size: int = 512) -> Tensor:
     embeddings = torch.zeros(len(texts), size)
     for row, text in zip(embeddings, texts, strict=True):
         lower = f" {text.lower()} "
-        for feature in [*lower.split(), *(lower[i : i + 3] for i in range(len(lower) - 2))]:
+        # an empty text has the feature "", so that it equals other empty ones
+        for feature in [*lower.split(), *(lower[i : i + 3] for i in range(len(lower) - 2))] or [""]:
             digest = int.from_bytes(hashlib.blake2b(feature.encode(), digest_size=8).digest(), "big")
             row[digest % size] += 1 if digest >> 63 else -1
     return embeddings

@@ -137,10 +137,10 @@ def check_banned(ids: Sequence[int]) -> None:
 
 def check_loss(key: str, loss: Any, correction: Any) -> None:
     """Raises if the loss of an RL phase, a LossConfig, cannot take the correction's weights."""
-    if loss.ratio == "segment" and correction.weights == "token":
+    if loss.ratio.startswith("segment") and correction.weights == "token":
         raise ValueError(
-            f"{key}.algorithm.correction: weights must be 'sequence', 'geometric' or 'none' with ratio: segment, whose "
-            f"terms read the weight of one token alone, got 'token'; change it, {_WAY_OUT}"
+            f"{key}.algorithm.correction: weights must be 'sequence', 'geometric' or 'none' with ratio: {loss.ratio}, "
+            f"whose terms read the weight of one token alone, got 'token'; change it, {_WAY_OUT}"
         )
 
 

@@ -198,9 +198,15 @@ def evaluate_model(recipe: Recipe, path: str, split: str) -> Result:
         "model": model.model_copy(update={"reference_model_path": None}),  # of the KL term, which is not evaluated
         "logging": recipe.logging.model_copy(update={"to": []}),
     }
-    if recipe.rl is not None:  # evaluations sample with the policy, whatever the engine
-        rollout = recipe.rl.rollout.model_copy(update={"engine": "transformers", "vllm": Vllm()})
-        algorithm = recipe.rl.algorithm.model_copy(update={"correction": {}})
+    if recipe.rl is not None:  # evaluations sample with the policy, whatever the engine, and compute no advantages
+        length = recipe.max_completion_length
+        used = {"engine": "transformers", "vllm": Vllm(), "max_completion_length": length}
+        rollout = recipe.rl.rollout.model_copy(update=used)
+        unused: dict[str, Any] = {"correction": {}}
+        if (similarity := recipe.rl.algorithm.similarity) is not None:
+            ready = {"embedder": "hashed", "workers": 0, "gpus_per_worker": 0}  # needs no package and no cluster
+            unused["similarity"] = similarity.model_copy(update=ready)
+        algorithm = recipe.rl.algorithm.model_copy(update=unused)
         changes["rl"] = recipe.rl.model_copy(update={"rollout": rollout, "algorithm": algorithm})
     run = set_up(recipe.model_copy(update=changes))
     run.log.is_main = False  # keeps the evaluation out of the run's logs

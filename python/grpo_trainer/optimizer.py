@@ -37,6 +37,7 @@ def make_optimizer(run: Run, settings: Optimizer, critic_lr: float, start: int) 
         assert run.resumed is not None
         checkpoint.restore_optimizer(run.recipe, run.resumed, run.optimizer)
         run.scaler.load_state_dict(run.resumed.scaler)
+    run.scaler.scale(torch.zeros((), device=run.device))  # a process without a response in a step scales no loss
 
 
 def set_lr(optimizer: torch.optim.Optimizer, settings: Optimizer, step: int, steps: int) -> None:

@@ -97,13 +97,13 @@ def divide(
         numbers = [by(line) for line in lines]
         members.sort(key=lambda rows: statistics.fmean(numbers[row] for row in rows))
     bounds = [len(members) * i // STRATA for i in range(STRATA + 1)] if by is not None else [0, len(members)]
-    rng, rows_of = random.Random(seed), {name: list[int]() for name in shares}
+    rng, rows_of, counts = random.Random(seed), {name: list[int]() for name in shares}, dict.fromkeys(shares, 0)
     for start, end in itertools.pairwise(bounds):
-        stratum = rng.sample(members[start:end], end - start)
-        # rounded over all strata before, so that errors of rounding do not add up
-        ends = [round(share * end) - round(share * start) for share in itertools.accumulate(shares.values())]
-        for name, low, high in zip(shares, [0, *ends], ends, strict=False):
-            rows_of[name] += [row for rows in stratum[low:high] for row in rows]
+        for place, rows in enumerate(rng.sample(members[start:end], end - start), start + 1):
+            # to the part that lacks most of its share of the groups up to here
+            name = max(shares, key=lambda name: shares[name] * place - counts[name])
+            counts[name] += 1
+            rows_of[name] += rows
     for name, rows in rows_of.items():
         if not rows:
             rule = "must leave lines to every part"

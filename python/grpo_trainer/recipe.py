@@ -155,7 +155,7 @@ class Optimizer(Section):
 class Polychromic(Section):
     weight: Share = 1.0
     """0: all demonstrations count equally; 1: similar ones share their weight"""
-    embedder: str = "auto"
+    embedder: PathText = "auto"
     """embedder that measures similarity; names as in rl.algorithm.similarity"""
     among: Literal["prompt", "batch"] = "prompt"
     """compare the demonstrations of a prompt, or of a step whatever their prompts"""
@@ -261,7 +261,7 @@ class Reward(Section):
 
 
 class Similarity(Section):
-    embedder: str = "auto"
+    embedder: PathText = "auto"
     """hashed, minilm, or a sentence-transformers name or folder; auto: minilm if installed"""
     text: Literal["answer", "whole"] = "answer"
     """text to embed: what follows the last </think>, or everything"""
@@ -383,7 +383,7 @@ class Evaluation(Section):
     """sampling temperature"""
     pass_k: list[PositiveInt] = [1, 4, 8]
     """values of k for pass@k; those above samples are skipped"""
-    embedder: str = "auto"
+    embedder: PathText = "auto"
     """embedder of the diversity measures; names as in rl.algorithm.similarity"""
     rewards: list[Reward] = []
     """rewards of evaluations; empty: those of RL, or else of the task"""

@@ -127,8 +127,9 @@ class Run:
         refuse_banned(policy.banned_ids, policy.tokenizer, demonstration)
         if policy.context_length is None:
             return True
-        of_rl = 0 if recipe.rl is None else recipe.rl.rollout.max_completion_length
-        response = len(demonstration) if split == "sft" else max(recipe.max_completion_length, of_rl)
+        response = len(demonstration) if split == "sft" else recipe.max_completion_length
+        if split == "train" and recipe.rl is not None:
+            response = recipe.rl.rollout.max_completion_length
         prompt = len(item["prompt_ids"])
         return (max(prompt, response) if policy.is_seq2seq else prompt + response) <= policy.context_length
 
@@ -304,7 +305,7 @@ def _resolve_embedders(
         names["evaluation.embedder"] = recipe.evaluation.embedder
     for key, loaded in (("rl.rewards", rewards), ("evaluation.rewards", evaluation_rewards)):
         for i, reward in enumerate(loaded):
-            embedder = getattr(reward.function, "embedder", None)
+            embedder = getattr(reward.function, "_embedder", None)
             if isinstance(embedder, Embedder):
                 names[f"{key}.{i}"] = embedder.name
     return {key: resolve(name) for key, name in names.items()}

@@ -222,8 +222,11 @@ def _read_csv(path: Path) -> list[Item]:
     import pandas  # comes with datasets, as pyarrow does
 
     # nullable types, as NaN would turn integers beside it into floats
-    types = {"na_values": [""], "keep_default_na": False, "dtype_backend": "numpy_nullable"}
+    types: dict[str, Any] = {"na_values": [""], "keep_default_na": False, "dtype_backend": "numpy_nullable"}
     frame = pandas.read_csv(path, encoding="utf-8-sig", **types)
+    if flags := [name for name, kind in frame.dtypes.items() if pandas.api.types.is_bool_dtype(kind)]:
+        types["dtype"] = dict.fromkeys(flags, str)  # true and false are texts, as they were written
+        frame = pandas.read_csv(path, encoding="utf-8-sig", **types)
     if not isinstance(frame.index, pandas.RangeIndex):  # pandas takes the first values as names of the rows
         raise ValueError("rows must have as many values as the header, got more; texts with a comma need quotes")
     rows = frame.to_dict("records")

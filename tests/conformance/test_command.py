@@ -120,6 +120,8 @@ def test_an_introduction_is_kept(files: dict[str, str], tmp_path: Path) -> None:
     results = run(Plain(), CASES)
     assert text == markdown({"plain": results}, text)
     assert "What went wrong" not in text + report.page({"plain": results})
+    path.write_text("# Mine\n")
+    assert main([files["right"], "--markdown", str(path)]) == 2 and path.read_text() == "# Mine\n"
     assert "| a\\|b |" in markdown({"a|b": results}), "a bar would end the cell"
 
 

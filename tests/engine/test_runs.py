@@ -240,6 +240,9 @@ ERRORS = {
     "correction: weights must be 'sequence', 'geometric' or 'none' with ratio: segment": (
         "rl.algorithm={name: group_ppo, correction: {weights: token}}",
     ),
+    "correction: weights must be .* with ratio: segment_mean": (
+        "rl.algorithm={name: group_ppo, correction: {weights: token}, loss: {ratio: segment_mean}}",
+    ),
     "algorithm.loss.correction: no such key": ("rl.algorithm.loss={correction: token_truncate}",),
     "rollout.vllm: must be left out with engine: transformers": (f"{ROLLOUT}={{vllm: {{sleep: false}}}}",),
     "correction: must be left out without an engine": (

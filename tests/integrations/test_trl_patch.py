@@ -232,6 +232,16 @@ def test_adapters_have_the_values_and_gradients_of_the_logits(patched: None, opt
         torch.testing.assert_close(fused(model), want, rtol=1e-4, atol=1e-4)
 
 
+def test_log_probs_do_not_depend_on_the_metrics_beside_them(patched: None) -> None:
+    """DPO's policy has metrics, its reference none, and their ratio is 1 at the start."""
+    results = []
+    for outputs in (("log_probs",), ("log_probs", "entropy", "mean_logits", "is_top1")):
+        model = AutoModelForCausalLM.from_pretrained(tiny_trl.model()).bfloat16()
+        host.add_fused_lm_head(model, outputs=outputs)
+        results.append(fused(model))
+    assert torch.equal(*results)
+
+
 def test_results_that_only_trl_computes_count_the_adapter(patched: None) -> None:
     model = adapted()
     host.add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "is_top1"))
@@ -262,10 +272,14 @@ def test_heads_that_are_more_than_lora_are_refused(patched: None, options: dict[
         torch.testing.assert_close(fused(model), from_logits(model), rtol=1e-5, atol=1e-5)
 
 
-def test_other_refusals_of_adapters(patched: None, tmp_path: Path) -> None:
+def test_other_refusals_of_adapters(patched: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted()
     with pytest.raises(ValueError, match="cast_lm_head_to_fp32 must be False with an adapter"):
         host.add_fused_lm_head(model.get_base_model(), cast_lm_head_to_fp32=True)
+    with monkeypatch.context() as context:
+        context.setattr(adapters, "is_deepspeed_zero3_enabled", lambda: True)
+        with pytest.raises(ValueError, match="patch_trl: the LM head must have no adapter under ZeRO-3"):
+            host.add_fused_lm_head(model.get_base_model())
     config = peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True)
     with pytest.raises(ValueError, match=r"patch_trl: the adapter 'default' of the LM head must .*plain LoRA"):
         tiny_trl.trainer(tmp_path, trl.GRPOTrainer, peft_config=config)

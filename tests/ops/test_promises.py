@@ -354,6 +354,20 @@ def test_a_gradient_is_scaled_and_handed_out_once_or_as_often_as_asked(name: str
     assert_same_bits(got, {leaf: factor * expected[f"d_{leaf}"] for leaf in op.leaves})
 
 
+@pytest.mark.parametrize(("name", "backend"), [case for case in WITH_GRADIENT if not case[0].startswith(ONCE)])
+def test_a_gradient_belongs_to_the_caller(name: str, backend: str) -> None:
+    """Who may change it before another backward."""
+    op, inputs = drawn(name)
+    expected = run(op, inputs, backend, op.working)
+    given = placed(op, inputs, op.working, lambda value: value.to(device_of(backend)))
+    loss = op.call(given, backend)["loss"]
+    loss.backward(retain_graph=True)
+    for leaf in op.leaves:
+        given[leaf].grad.zero_()
+    loss.backward()
+    assert_same_bits({leaf: given[leaf].grad.cpu() for leaf in op.leaves}, {k: expected[f"d_{k}"] for k in op.leaves})
+
+
 @pytest.mark.parametrize(("name", "backend"), [case for case in WITH_GRADIENT if case in KERNELS])
 def test_second_derivatives_are_refused(name: str, backend: str) -> None:
     op, inputs = drawn(name)

@@ -142,6 +142,17 @@ def test_what_is_left_out_decides_nothing(settings: dict[str, Any]) -> None:
     assert not first.advantages[LEFT_OUT].any()
 
 
+@pytest.mark.parametrize("ratio", ["segment", "segment_mean"])
+def test_a_segment_keeps_its_advantage_without_its_last_token(ratio: str) -> None:
+    settings = {"name": "group_ppo", "loss": {"ratio": ratio}, "segments": {"group_max_size": 3}}
+    whole, part = (credited(settings, counted=counted)[1] for counted in (None, MASK & (torch.arange(WIDTH) != 2)))
+    assert whole.segments is not None and torch.equal(whole.advantages, part.advantages)
+    for ids, advantages in zip(whole.segments, whole.advantages, strict=True):
+        for segment in range(int(ids.max()) + 1):
+            assert len(set(advantages[ids == segment].tolist())) == 1
+    assert len(whole.advantages[MASK].unique()) > 3
+
+
 def test_rewards_arrive_at_last_tokens_and_lengths_are_those_in_the_loss() -> None:
     returns = credited({"name": "ppo"}, torch.arange(12.0))[1].returns
     assert returns is not None

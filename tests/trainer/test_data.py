@@ -60,10 +60,12 @@ def test_values_are_read_as_they_are_written(tmp_path: Path) -> None:
     assert repr(read_lines("x", write_data(tmp_path / "a.jsonl", lines), "train")) == repr(lines)
     (tmp_path / "a.json").write_text("\ufeff" + json.dumps(lines, indent=1), encoding="utf-8")
     assert repr(read_lines("x", str(tmp_path / "a.json"), "train")) == repr(lines)
-    text = '\ufeffprompt,answer,n,code,some,half,large\n"a, ""b""\nc",NA,1,007,4,,\nd,,2,1,,0.5,9007199254740993\n'
+    text = '\ufeffprompt,answer,n,code,some,half,large,flag\n"a, ""b""\nc",NA,1,007,4,,,true\n'
+    text += "d,,2,1,,0.5,9007199254740993,\n"
     (tmp_path / "a.csv").write_text(text, encoding="utf-8")
     rows = [{"prompt": 'a, "b"\nc', "answer": "NA", "n": 1, "code": 7, "some": 4, "half": None, "large": None}]
     rows += [{"prompt": "d", "answer": None, "n": 2, "code": 1, "some": None, "half": 0.5, "large": 2**53 + 1}]
+    rows[0]["flag"], rows[1]["flag"] = "true", None
     assert repr(read_lines("x", str(tmp_path / "a.csv"), "train")) == repr(rows)
     rows = [row | {"prompt": CHAT, "list": [1, None]} for row in rows]
     table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
@@ -250,6 +252,10 @@ def test_parts_share_no_post_and_no_persona_and_have_equal_likes(
             share = sum(low < line["likes"] <= high for line in part) / len(part)
             assert abs(share - 0.25) <= 4 / len(part)  # two posts of two replies
         assert [int(line["reply"]) for line in part] == sorted(int(line["reply"]) for line in part)
+    few = write_data(tmp_path / "few.jsonl", lines[:48])
+    into = ("a=0.45", "b=0.45", "c=0.05", "d=0.05")
+    prepare("reply", few, "--output", str(tmp_path / "few"), "--into", *into)
+    assert sum(len({line["post"] for line in part}) for part in parts(tmp_path / "few").values()) == 24
     lines = [{"question": f"Persona: fact {i % 30}. context: Q: {i} R:", "answers": ["a"]} for i in range(300)]
     file = write_data(tmp_path / "talks.jsonl", lines)
     for name, more in (("talks", ()), ("again", ()), ("other", ("--seed", "1"))):

@@ -37,6 +37,7 @@ from grpo_trainer.ray_pool import EmbedderError
 from grpo_trainer.recipe import Evaluation, Reward, Rollout, Similarity
 from grpo_trainer.report.run_folder import Evaluated
 from grpo_trainer.rewards import LoadedReward
+from grpo_trainer.setup import set_up
 from grpo_trainer.train import train
 
 from tests.trainer import small
@@ -60,6 +61,17 @@ def test_the_answer_is_embedded(settings: dict[str, Any], texts: list[str | None
     vectors = load_embedder(Similarity(embedder="hashed", **settings))(responses)
     for vector, text in zip(vectors, texts, strict=True):
         assert bool(vector.isnan().all()) if text is None else torch.equal(vector, hashed([text])[0])
+
+
+def test_embedders_of_rewards_are_those_of_the_run(tmp_path: Path) -> None:
+    """So that a resumed run has the same ones, whatever is installed then."""
+    run = set_up(small.recipe(tmp_path, "rl.rewards=[{name: exact}, {name: diversity, options: {embedder: hashed}}]"))
+    assert run.embedders["rl.rewards.1"] == "hashed" and "rl.rewards.0" not in run.embedders
+
+
+def test_empty_texts_are_equal() -> None:
+    first, second, other = hashed(["", "", "a"])
+    assert torch.equal(first, second) and first.any() and first @ other == 0
 
 
 def test_equal_texts_are_embedded_once_and_none_for_excluded_ones() -> None:

@@ -131,6 +131,7 @@ def test_a_busy_endpoint_is_asked_again_when_it_says_and_failures_name_cause_and
         ({"key_env": "BAD_KEY"}, r"options.key_env: must name a variable that holds a key, got 'BAD_KEY'"),
         ({"base_url": "ftp://me:secret@x/v1"}, r"options.base_url: must have no user or password"),
         ({"base_url": "ftp://x"}, r"options.base_url: must be an address .* got 'ftp://x'"),
+        ({"columns": ["response"]}, r"options.columns: must not have prompt or response, .* got \['response'\]"),
         ({"columns": ["answer"]}, r"reward judge: needs the column 'answer', the data has \[\]"),
     ):
         with pytest.raises(ValueError, match=message) as refused:

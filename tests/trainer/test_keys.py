@@ -22,10 +22,11 @@ import pytest
 
 pytest.importorskip("peft")
 
-from grpo_trainer import cli, embed, engine, rollout
+from grpo_trainer import cli, embed, engine, rewards, rollout
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.recipes import override, read_yaml, validated
+from grpo_trainer.tasks import SYSTEMS
 from grpo_trainer.train import train
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -240,3 +241,17 @@ def test_every_key_changes_something(key: str, files: dict[str, str], top: Path)
     seen = [done_by(content, top / hashlib.sha256(content.encode()).hexdigest()) for content in contents]
     is_different = seen[0] != seen[1]  # outside the assertion, as observations may be long
     assert is_different
+
+
+def test_options_of_tasks_and_rewards_are_listed() -> None:
+    options = "\n".join(cli._all_keys()).split("\n\n")[1:]
+    sections = dict(section.partition(":")[::2] for section in options)
+    titles = [f"data.options of the task {name}" for name in SYSTEMS]
+    assert list(sections) == [*titles, *(f"options of the reward {name}" for name in rewards.BUNDLED)]
+    assert "\n  evasive (number in [0, 1], default 0.3): share of" in sections["data.options of the task dialogue"]
+    assert sections["options of the reward exact"] == " none"
+    assert "\n  path (text, required): folder or hub name" in sections["options of the reward reward_model"]
+    assert "\n  scores (pair of numbers, default [1, 10]): lowest" in sections["options of the reward judge"]
+    assert "\n  weights.bleu (number in [0, 1], default 0.3" in sections["options of the reward dialogue"]
+    diversity = sections["options of the reward diversity"]
+    assert "\n  text (answer | whole, default" in diversity and "sharing" not in diversity

@@ -77,6 +77,11 @@ def test_files_overrides_and_numbers_are_merged(tmp_path: Path) -> None:
     recipe = validated(Recipe, of_home)
     paths = (str(recipe.folder), recipe.model.path, recipe.data.train, recipe.data.test)
     assert paths == tuple(str(Path.home() / name) for name in "xmdt")
+    embedder = {"embedder": "~/e"}
+    of_home = {"rl": {"algorithm": {"similarity": embedder}}, "sft": {"polychromic": embedder}, "evaluation": embedder}
+    recipe = validated(Recipe, of_home)
+    sections = (recipe.rl.algorithm.similarity, recipe.sft.polychromic, recipe.evaluation)
+    assert {section.embedder for section in sections} == {str(Path.home() / "e")}
     assert {str(validated(Recipe, {"name": "a", "seed": seed}).folder) for seed in (0, 1)} == {"runs/a-0", "runs/a-1"}
 
 

@@ -269,8 +269,8 @@ def test_diversity_is_within_neighbours_of_one_prompt() -> None:
     assert values[2:] == pytest.approx([1, 0, 0, 0], abs=0.2) and max(values[3:]) < 1e-12
     # empty responses are not compared, and unfinished ones not scored
     texts = ["one", "<think>x</think> other words", "one"]
-    with_more = function(["p"] * 5, [*texts, " ", "<think>never ends"])
-    assert with_more[3:] == [0.0, None] and with_more[:3] == pytest.approx(function(["p"] * 3, texts))
+    with_more = function(["p"] * 6, [*texts, " ", "<think>no answer</think>", "<think>never ends"])
+    assert with_more[3:] == [0.0, 0.0, None] and with_more[:3] == pytest.approx(function(["p"] * 3, texts))
 
 
 # Functions of the user

@@ -349,8 +349,10 @@ def test_prompts_beyond_the_models_context_are_dropped_and_counted(tmp_path: Pat
     assert {len(item["prompt"]) for item in run.items("train")} == {3, 10}
     longer = set_up(small.recipe(tmp_path, model, data, "evaluation.max_completion_length=20"))
     assert {len(item["prompt"]) for item in longer.items("test")} == {3}
+    assert {len(item["prompt"]) for item in longer.items("train")} == {3, 10}  # as without evaluations
     shorter = set_up(small.recipe(tmp_path, model, data, "evaluation.max_completion_length=1"))
     assert {len(item["prompt"]) for item in shorter.items("train")} == {3, 10}  # rollouts are longer
+    assert {len(item["prompt"]) for item in shorter.items("test")} == {3, 10, 12}
     train(recipe)
     dropped = [e for e in lines(tmp_path / "run", "events") if e["event"] == "prompts left out"]
     assert {e["split"]: e["count"] for e in dropped} == {"sft": 3, "train": 3, "test": 3}

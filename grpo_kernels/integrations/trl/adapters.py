@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import trl.trainer.utils as host
 from torch import Tensor, nn
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils.import_utils import is_peft_available
 
 if is_peft_available():
@@ -163,6 +164,8 @@ def _add_fused_lm_head(
     head = model.get_output_embeddings()
     if cast_lm_head_to_fp32 and _is_tuner(head):
         raise ValueError("patch_trl: cast_lm_head_to_fp32 must be False with an adapter on the LM head, got True")
+    if is_deepspeed_zero3_enabled() and _is_tuner(head):  # type: ignore[no-untyped-call]
+        raise ValueError("patch_trl: the LM head must have no adapter under ZeRO-3, got one; only its weight is here")
     _originals[_ADD](model, temperature, cast_lm_head_to_fp32, outputs)
     fused = model.forward.__func__
 

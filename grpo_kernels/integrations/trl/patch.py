@@ -25,7 +25,8 @@ _originals: dict[str, Any] = {}
 def patch_trl(head: bool = True, logprobs: bool = True) -> None:
     """Replaces TRL's scoring functions.
 
-    Values that only TRL computes (the sums for DPO's weighting and SFT's accuracy) still come from TRL.
+    What only TRL computes (the accuracies, mean logits and sums of DPO, KTO and SFT) still comes from TRL, by a pass of
+    its own without gradients.
 
     Args:
         head: log-probs and entropies from hidden states, as used by the GRPO, RLOO, SFT, DPO and KTO trainers. These
@@ -93,19 +94,22 @@ class _Head:
             raise RuntimeError(
                 "patch_trl: the LM head must have no adapter under ZeRO-3, got one; only its weight is here"
             )
-        # under ZeRO-3 the head is gathered only here, and TRL gathers it again for its own backward
-        is_theirs = not set(outputs) <= {"log_probs", "entropy"} or is_partitioned
         # a rank without targets takes part in the others' collectives, and in their dtype
-        dtype = None if is_theirs else dtype_of(hidden)
+        dtype = None if is_partitioned else dtype_of(hidden)
         weight, bias = (gathered("patch_trl", value, units, hidden.device, dtype) for value in (weight, bias))
         if lora is not None:
             lora = (*(gathered("patch_trl", factor, units, hidden.device) for factor in lora[:2]), lora[2])
-        if is_theirs or len(targets) == 0:
-            weight = weight if lora is None else adapters.merged(weight, lora)
+
+        def of_trl(outputs: Sequence[str]) -> tuple[Tensor | None, ...]:
+            whole = weight if lora is None else adapters.merged(weight, lora)
             results: tuple[Tensor | None, ...] = _originals[_HEAD].apply(
-                hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
+                hidden, whole, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
             )
             return results
+
+        # under ZeRO-3 the head is gathered only here, and TRL gathers it again for its own backward
+        if is_partitioned or len(targets) == 0:
+            return of_trl(outputs)
         hidden = hidden.to(dtype)
         result = gk.linear_logprobs(
             hidden,
@@ -120,7 +124,11 @@ class _Head:
             temperature=temperature,
             return_entropy="entropy" in outputs,
         )
-        return result.logprobs, result.entropy, None, None, None
+        others: tuple[Tensor | None, ...] = (None, None, None)
+        if extra := [name for name in outputs if name not in ("log_probs", "entropy")]:
+            with torch.no_grad():
+                others = of_trl(extra)[2:]
+        return result.logprobs, result.entropy, *others
 
 
 def selective_log_softmax(

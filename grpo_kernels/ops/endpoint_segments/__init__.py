@@ -116,10 +116,13 @@ def endpoint_segments(
         groups: prompt of each row, as an int (that many consecutive rows) or integer ids [B]; also for norm="prompt"
         cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input
         threshold: tau to use instead of the config's: a number, or a SegmentThreshold whose value is used
-        config: a SegmentConfig, or a mapping with its fields, as a trainer's `group_params`
+        config: a SegmentConfig, or a mapping with its fields, as a trainer's `group_params`; None means that of a
+            SegmentThreshold, or else the defaults
         backend: "kernel" or "reference"; None means the kernel where there is one
     """
-    settings = SegmentConfig.of(SegmentConfig() if config is None else config, _OP)
+    if config is None:
+        config = threshold.config if isinstance(threshold, SegmentThreshold) else SegmentConfig()
+    settings = SegmentConfig.of(config, _OP)
     rewards, logprobs, old_logprobs, values = _tokens(rewards, logprobs, old_logprobs, values, cu_seqlens)
     device = rewards.device
     rows = rewards.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -209,6 +212,9 @@ def _threshold(threshold: float | SegmentThreshold | None, settings: SegmentConf
     if threshold is None:
         return float(settings.group_variance_threshold)
     if isinstance(threshold, SegmentThreshold):
+        if threshold.config.rule != settings.rule:  # by which it moves up or down
+            rule = f"threshold must have the rule of config, {settings.rule!r}"
+            raise ValueError(f"{_OP}: {rule}, got {threshold.config.rule!r}")
         threshold = threshold.value
     if isinstance(threshold, bool) or not isinstance(threshold, int | float):
         raise TypeError(f"{_OP}: threshold must be a number or a SegmentThreshold, got {type(threshold).__name__}")

@@ -58,7 +58,8 @@ _DEFAULTS: dict[str, Any] = {
     "gain": "none",
 }
 
-# Overrides of _DEFAULTS by estimator. Names with a peer's prefix reproduce that peer's function up to rounding.
+# Overrides of _DEFAULTS by estimator. Names with a peer's prefix reproduce that peer's function up to rounding,
+# except for equal rewards, whose advantages are 0.
 # names of losses that are used with the advantages of GRPO
 _LOSSES_OF_GRPO = ("dapo", "bnpo", "luspo", "cispo", "sapo", "vespo", "gspo", "gmpo")
 # names of advantages of tokens
@@ -135,7 +136,7 @@ class AdvantageConfig(PlannedConfig):
         scale: what is divided by: "none", "std" (of the group), "batch_std", "mean" (of the group) or
             "leave_one_out_std" (of the group's other rows; by nothing where they are equal)
         ddof: 0 or 1, for every standard deviation
-        eps, std_floor: the divisor is max(std, std_floor) + eps
+        eps, std_floor: the divisor is max(std, std_floor) + eps, and mean + eps with scale="mean"
         singleton: advantage of a group with one scored row: "zero", "raw" (its reward, over 1 + eps if scaled by std)
             or "parent" (statistics of the group that the subgroup belongs to)
         shrinkage: kappa; a subgroup of n rows weighs its own mean and std by n/(n+kappa), those of its group by the
@@ -219,6 +220,11 @@ class AdvantageConfig(PlannedConfig):
             raise ValueError(
                 "AdvantageConfig: shrinkage must be 0 unless center is 'mean' and scale is 'none' or 'std', "
                 f"got shrinkage={self.shrinkage!r} with center={self.center!r}, scale={self.scale!r}"
+            )
+        if self.std_floor and self.scale in ("none", "mean"):
+            raise ValueError(
+                "AdvantageConfig: std_floor must be 0 unless scale is a standard deviation, "
+                f"got std_floor={self.std_floor!r} with scale={self.scale!r}"
             )
         if self.scale == "leave_one_out_std" and (self.center != "leave_one_out" or self.singleton == "parent"):
             raise ValueError(

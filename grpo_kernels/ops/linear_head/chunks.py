@@ -236,7 +236,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
 
     For a float32 `out`, halves are multiplied exactly and added in float32.
     """
-    if _multiplies_on_cpu(a) and (out.dtype == torch.float32 or not add):
+    if _multiplies_on_cpu(a) and out.stride(1) == 1 and (out.dtype == torch.float32 or not add):
         a, b = (factor if 1 in factor.stride() else factor.contiguous() for factor in (a, b))
         registry.ops._half_product_cpu(out, a, b, add)
         return

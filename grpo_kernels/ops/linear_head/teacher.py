@@ -15,7 +15,8 @@ from grpo_kernels.ops.linear_head.divergence import ABSENT, KINDS, TAILS, Teache
 from grpo_kernels.ops.linear_head.head import Head, LMHead
 
 _FLAGS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)
-_MOST = 1e-3  # by which a teacher's probabilities may exceed 1 in half precision
+# The largest logarithm of a sum of probabilities: bfloat16 rounds log-probs between -8 and -16 by up to 2^-5.
+_MOST = 2**-5
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -197,7 +198,7 @@ def _check_values(op: str, ids: Tensor, logprobs: Tensor, counts: Tensor, head: 
         ("ids", f"be in [0, {columns}), or {ABSENT}", is_outside.any(-1)),
         ("ids", "differ from each other for a token", (ordered.diff(dim=-1) == 0).any(-1)),
         ("logprobs", "be finite where an id is", (is_used & (logprobs - logprobs != 0)).any(-1)),
-        ("logprobs", "be of probabilities that add up to at most 1", mass > math.log1p(_MOST)),
+        ("logprobs", "be of probabilities that add up to at most 1", mass > _MOST),
     ]
     if head.banned is not None:
         banned = (is_used & is_banned(ids.long().contiguous(), head.banned)).any(-1)
@@ -235,7 +236,7 @@ def _shares(op: str, counts: Tensor, teacher: Teacher, shape: torch.Size, head: 
             raise ValueError(f"{op}: teacher.normalizer must have one element, got shape {list(normalizer.shape)}")
         checks.constant(op, "teacher.normalizer", normalizer)
         divisor = normalizer.detach().reshape(()).double()
-        torch._assert_async(divisor > 0, f"{op}: teacher.normalizer must be positive")
-        return share / divisor
+        torch._assert_async(divisor >= 0, f"{op}: teacher.normalizer must not be negative")
+        return share / torch.where(divisor == 0, 1, divisor)  # a count from elsewhere can be 0, which counts as 1
     checks.finite(op, "teacher.normalizer", normalizer, minimum=0.0, open_end=True)
     return share / normalizer

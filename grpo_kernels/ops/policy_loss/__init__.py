@@ -122,8 +122,12 @@ def _at_terms(
     index = shared_positions.check_term_index(_OP, term_index, logprobs.numel(), logprobs.device)
     targets = torch.where(index == shared_positions.ABSENT, IGNORED, 0)
     takes_part = participants(_OP, targets, mask, None, None, "term_index")
-    entropy = None if entropy is None else shared_positions.gather(entropy, index)
-    return shared_positions.gather(logprobs, index), entropy, takes_part
+
+    # widened first, as the sum of a position's gradients would stop growing in half precision
+    def gathered(values: Tensor) -> Tensor:
+        return shared_positions.gather(values.to(torch.promote_types(values.dtype, torch.float32)), index)
+
+    return gathered(logprobs), None if entropy is None else gathered(entropy), takes_part
 
 
 def compute(

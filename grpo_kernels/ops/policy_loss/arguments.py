@@ -106,11 +106,11 @@ class Layout:
         return self.number(value.reshape(()), detach=True)
 
     def ids(self, name: str, value: Tensor | None) -> Tensor | None:
-        """Places in a row, as int32; larger ones stay too large, which the kernels refuse."""
+        """Places in a row, as int32; larger ones stay too large, which kernels refuse, negative ones negative."""
         value = self.per_token(name, value, checks.INTEGERS)
         if value is None:
             return None
-        return (value.clamp(max=2**31 - 1) if value.dtype == torch.int64 else value).int()
+        return (value.clamp(-1, 2**31 - 1) if value.dtype == torch.int64 else value).int()
 
     def constants(self, name: str, value: Tensor | None) -> Tensor | None:
         value = self.per_token(name, value, _NUMBERS)
@@ -185,7 +185,13 @@ def check_units(
     layout: Layout, config: LossConfig, policy: Policy, normalizer: Normalizer | None, has_entropy: bool
 ) -> None:
     """Refuses a normalizer without a unit that is read, which would be counted here alone: micro-batches and ranks
-    would then add up to something else than the whole batch."""
+    would then add up to something else than the whole batch. With `weights` nothing is counted: all terms have them."""
+    if policy.weights is not None:
+        for field in _aggregations_read(policy, config, has_entropy):
+            value = getattr(config, field)
+            if value not in (None, config.aggregation, "local-token-mean"):
+                rule = f"{field} must be None or that of the policy term, {config.aggregation!r}, with weights"
+                raise ValueError(f"{layout.op}: {rule}, which all terms have, got {value!r}")
     if normalizer is None:
         return
     units = _units_read(config, policy, has_entropy)
@@ -202,19 +208,19 @@ def check_units(
 def _units_read(config: LossConfig, policy: Policy, has_entropy: bool) -> dict[str, str]:
     """The units whose number divides a term of the loss, each with the first setting that reads it."""
     units: dict[str, str] = {}
-
-    def read(field: str) -> None:
+    if config.aggregation in _UNITS:
+        units[_unit(config)] = f"aggregation={config.aggregation!r}"
+    for field in _aggregations_read(policy, config, has_entropy):
         aggregation = getattr(config, field) or config.aggregation
         if aggregation in _UNITS:
             units.setdefault(_UNITS[aggregation], f"{field}={aggregation!r}")
-
-    if config.aggregation in _UNITS:
-        units[_unit(config)] = f"aggregation={config.aggregation!r}"
-    if policy.ref_logprobs is not None and config.kl != "none":
-        read("kl_aggregation")
-    if has_entropy:
-        read("entropy_aggregation")
     return units
+
+
+def _aggregations_read(policy: Policy, config: LossConfig, has_entropy: bool) -> list[str]:
+    """The fields that aggregate a term beside the policy's."""
+    has_kl = policy.ref_logprobs is not None and config.kl != "none"
+    return ["kl_aggregation"] * has_kl + ["entropy_aggregation"] * has_entropy
 
 
 def participants(

@@ -85,8 +85,8 @@ class SimilarityConfig(PlannedConfig):
         self._check()
         plan = Plan(
             linkage=LINKAGES.index(self.linkage),
-            k_min=self.k_min,
-            k_max=MAX_ROWS if self.k_max is None else self.k_max,
+            k_min=min(self.k_min, MAX_ROWS),  # kernels read 32 bits; no prompt has as many groups
+            k_max=MAX_ROWS if self.k_max is None else min(self.k_max, MAX_ROWS),
             collapse=COLLAPSES.index(self.collapse),
             different=COLLAPSES.index(self.collapse if self.different is None else self.different),
             min_silhouette=self.min_silhouette,

@@ -22,7 +22,7 @@ class SimilarityAdvantages(NamedTuple):
     """The fields of GroupAdvantages for similarity groups, and the groups themselves.
 
     Attributes:
-        advantages, mean, std, size, degenerate: per reward row; 0 and False for rows left out of the clustering
+        advantages, mean, std, size, degenerate: per reward row; 0, and degenerate, for rows left out of the clustering
             (label -1)
         groups: see SimilarityGroups
     """

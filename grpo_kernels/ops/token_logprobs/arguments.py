@@ -105,13 +105,13 @@ def check_overwritable(op: str, argument: str, logits: Tensor) -> None:
             f"{op}: {argument} must be False under torch.compile, got True; "
             "a compiled graph cannot know that its input is overwritten"
         )
-    if logits.requires_grad and logits.is_leaf:
-        raise ValueError(
-            f"{op}: {argument} must be False for logits that are a leaf, got True; "
-            "their values would be lost and their gradient would share their memory"
-        )
     if logits.numel() == 0:
         return
+    if any(owner is not None and owner.requires_grad and owner.is_leaf for owner in (logits, logits._base)):
+        raise ValueError(
+            f"{op}: {argument} must be False for logits that are a leaf or a view of one, got True; "
+            "their values would be lost and their gradient would share their memory"
+        )
     extent = 1
     for stride, size in sorted((s, n) for s, n in zip(logits.stride(), logits.shape, strict=True) if n > 1):
         if stride < extent:

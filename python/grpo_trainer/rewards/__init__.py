@@ -54,8 +54,7 @@ def load_reward(settings: Reward, where: str = "rewards") -> LoadedReward:
     """Creates a bundled reward or imports `module:function`; errors name the key `where`."""
     name, options = settings.name, settings.options
     if name in BUNDLED:
-        kind = _import(f"grpo_trainer.rewards.{name}:{BUNDLED[name]}", where)
-        return LoadedReward(settings, validated(kind, options, f"{where}.options"))
+        return LoadedReward(settings, validated(load_class(name), options, f"{where}.options"))
     if ":" not in name:
         raise ValueError(unknown_name(f"{where}.name", name, NAMES))
     if options:
@@ -65,6 +64,11 @@ def load_reward(settings: Reward, where: str = "rewards") -> LoadedReward:
         way_out = "; name an instance of the class" if isinstance(function, type) else ""
         raise TypeError(f"{where}.name: must name a function, got {name!r}, {type(function).__name__}{way_out}")
     return LoadedReward(settings, function)
+
+
+def load_class(name: str) -> Any:
+    """The class of a bundled reward."""
+    return _import(f"grpo_trainer.rewards.{name}:{BUNDLED[name]}", "rewards")
 
 
 def _import(path: str, where: str) -> Any:

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import normalize
 
-from grpo_trainer.embed import Embedder, load_embedder
+from grpo_trainer.embed import Embedder, embedded_text, load_embedder
 from grpo_trainer.recipe import Similarity
 from grpo_trainer.rewards.base import Rows, WeightedReward
 from grpo_trainer.section import Rule
 
 
 class Diversity(WeightedReward, Similarity):
-    """The reward. Its options are those of `algorithm.similarity`: embedder, text, unfinished, tail, batch_size."""
+    """The reward. Its options are those of `algorithm.similarity` that say how texts are embedded."""
 
+    unused: ClassVar[tuple[str, ...]] = ("config", "sharing", "within", "between")
     _embedder: Embedder
 
     def rules(self) -> Iterator[Rule]:
         yield from super().rules()
-        for name in ("config", "sharing", "within", "between"):
+        for name in self.unused:
             is_default = getattr(self, name) == getattr(Similarity(), name)
             yield name, is_default, "must be left out, as the reward only compares embeddings"
 
@@ -43,8 +44,9 @@ class Diversity(WeightedReward, Similarity):
 
     def _score_group(self, responses: list[str]) -> Rows:
         vectors = normalize(self._embedder(responses).double(), dim=-1)
-        # an empty response differs from all others but adds nothing: its distance is 0
-        is_nonempty = torch.tensor([bool(response.strip()) for response in responses])
+        # an empty answer differs from all others but adds nothing: its distance is 0
+        texts = [embedded_text(response, self) for response in responses]
+        is_nonempty = torch.tensor([text is None or bool(text.strip()) for text in texts])
         is_compared = ~vectors.isnan().any(-1) & is_nonempty
         compared = vectors[is_compared]
         distances = 1 - compared @ compared.T

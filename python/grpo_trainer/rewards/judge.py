@@ -72,6 +72,8 @@ class Judge(BundledReward):
 
     def rules(self) -> Iterator[Rule]:
         yield "base_url", self.base_url.startswith(("http://", "https://")), "must be an address like http://host/v1"
+        is_free = not {*self.columns} & {"prompt", "response"}
+        yield "columns", is_free, "must not have prompt or response, which the judge reads as well"
         yield "scores", self.scores[0] < self.scores[1], "must be in ascending order"
         yield "rewards", self.rewards[0] != self.rewards[1], "must be two different numbers"
         yield "body", not {*self.body} & {*OWN_FIELDS}, f"must not set {', '.join(OWN_FIELDS)}"

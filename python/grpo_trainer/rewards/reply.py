@@ -19,7 +19,7 @@ from grpo_trainer.messages import require_package
 from grpo_trainer.recipe import Similarity
 from grpo_trainer.rewards.base import Parts, Rows, WeightedReward, sums_to_one
 from grpo_trainer.rewards.words import contains, words_of
-from grpo_trainer.section import Rule, Section, Share
+from grpo_trainer.section import PathText, Rule, Section, Share
 
 SHORTEST, LONGEST, TOO_LONG = 3, 500, 0.3
 LENGTHS = ((20, 0.3), (50, 0.6), (151, 1.0), (281, 0.8))  # value of a reply with fewer characters
@@ -39,7 +39,7 @@ class Weights(Section):
 class Reply(WeightedReward):
     weights: Weights = Weights()
     """weights of the components, with sum 1"""
-    embedder: str = "auto"
+    embedder: PathText = "auto"
     """embedder of `relevance`, by its name in `algorithm.similarity`"""
 
     _embedder: Embedder

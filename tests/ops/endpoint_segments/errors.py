@@ -65,6 +65,9 @@ ERRORS = [
             "groups must be left out, as neither values nor norm uses them, got int": {"groups": 2},
             "groups must be left out, ... got Tensor": {"groups": IDS, "config": {"norm": "batch"}},
             **each("threshold", NOT_WITHIN, 0, 0.0999, 10.01, INF, NAN),
+            "threshold must have the rule of config, 'bounded', got 'literal'": {
+                "threshold": gk.SegmentThreshold({"rule": "literal"})
+            },
         },
     ),
     Errors(

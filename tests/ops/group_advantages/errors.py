@@ -61,6 +61,8 @@ CONFIG: Rows = {
     "shrinkage must be 0 ... 'leave_one_out'": {"shrinkage": 1.0, "center": "leave_one_out"},
     "shrinkage must be 0 ... scale='batch_std'": {"shrinkage": 1.0, "scale": "batch_std"},
     "shrinkage must be 0 ... scale='mean'": {"shrinkage": 1.0, "scale": "mean"},
+    "std_floor must be 0 ... got std_floor=0.1 with scale='none'": {"estimator": "dr_grpo", "std_floor": 0.1},
+    "std_floor must be 0 ... got std_floor=0.1 with scale='mean'": {"scale": "mean", "std_floor": 0.1},
     "scale must not be 'leave_one_out_std' ... center='mean'": {"scale": "leave_one_out_std"},
     "scale must ... singleton='parent'": {"estimator": "nemo-grpo", "singleton": "parent"},
     "singleton must not be 'parent' ... center='none'": {"singleton": "parent", "center": "none"},

@@ -177,7 +177,8 @@ def test_groups_of_eight_have_the_bits_of_each_alone(name: str) -> None:
         torch.where(chosen, random * cases.INF, random).double(),
         random * 1e30,
     ):
-        for changes in ({}, {"clip": 0.5}, {"std_floor": 1.0, "eps": 0.0}):
+        floor = {"std_floor": 1.0} if cases.PRESETS[name].scale.endswith("std") else {}
+        for changes in ({}, {"clip": 0.5}, {"eps": 0.0, **floor}):
             config = gk.AdvantageConfig(name, **changes)
             alone = [call({"rewards": group, "groups": 8}, "cpu", config) for group in rewards.split(8)]
             for key, value in call({"rewards": rewards, "groups": 8}, "cpu", config).items():

@@ -9,6 +9,7 @@ vector or block; a gradient that is written and not added, computed for nothing,
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -148,6 +149,24 @@ def test_a_token_of_no_numbers_is_seen(backend: str, kind: str, of: str) -> None
     assert got["loss"].isnan()
     assert torch.equal(got["divergence"].isnan().nonzero(), torch.tensor([[0, 1]]))
     assert torch.equal(got["d_hidden"].isnan().any(-1).nonzero(), torch.tensor([[0, 1]]))
+
+
+def test_log_probs_of_bfloat16_are_those_of_probabilities() -> None:
+    """Although some, such as a hundred of log 0.01, are rounded up and add up to more than 1."""
+    hidden, weight = torch.randn(1, 3), torch.randn(4096, 3, requires_grad=True)
+    for count in (2, 4, 100, 4096):
+        logprobs = torch.full((1, count), -math.log(count)).bfloat16()
+        teacher = gk.Teacher(torch.arange(count)[None], logprobs)
+        assert gk.linear_distillation_loss(hidden, weight, teacher).loss.isfinite()
+
+
+@pytest.mark.parametrize("normalizer", [torch.tensor(0), torch.tensor(1.0)], ids=str)
+def test_a_count_of_0_counts_as_1(normalizer: torch.Tensor) -> None:
+    hidden, weight = torch.randn(1, 3), torch.randn(5, 3, requires_grad=True)
+    teacher = gk.Teacher(torch.tensor([[0, 1]]), torch.tensor([[-1.0, -2.0]]), normalizer=normalizer)
+    loss = gk.linear_distillation_loss(hidden, weight, teacher).loss
+    want = gk.linear_distillation_loss(hidden, weight, dataclasses.replace(teacher, normalizer=None)).loss
+    assert torch.equal(loss, want)
 
 
 def test_defaults_of_a_teacher() -> None:

@@ -78,7 +78,7 @@ def a_config(pick: Pick, loss: str, ratio: str) -> gk.LossConfig:
         fields |= {"kl": kl, "kl_coef": one(0.1, 0.1, 0.0), "kl_unbiased": not is_biased and one(False, True)}
         fields["kl_clamp"] = one(None, (20.0, 10.0), (0.2, 0.03))
     fields["aggregation"] = one(*(("seq-mean-token-sum", "token-sum") if loss == "geo_mean" else AGGREGATIONS[:-1]))
-    fields |= {f"{term}_aggregation": one(None, "token-mean", *AGGREGATIONS) for term in ("kl", "entropy")}
+    fields |= {f"{term}_aggregation": one(None, one(None, "token-mean", *AGGREGATIONS)) for term in ("kl", "entropy")}
     if NORM in fields.values():
         fields["max_length"] = 7
     fields |= {"entropy_coef": one(0.0, 0.1), "count_empty_rows": one(False, True)}
@@ -158,6 +158,8 @@ def a_batch(pick: Pick, config: gk.LossConfig, sizes: tuple[tuple[int, int], ...
     needed = {"ref_logprobs": config.kl != "none"}
     needed |= {"segments": True} if config.ratio.startswith("segment") else {}
     needed |= {"policy_mask": False} if config.loss == "geo_mean" else {}
+    shared = (None, config.aggregation, "local-token-mean")  # aggregations that go with weights
+    needed |= {} if config.kl_aggregation in shared and config.entropy_aggregation in shared else {"weights": False}
     for name in ("old_logprobs", "mask", "policy_mask", "is_weights", "ref_logprobs", "segments", "weights"):
         usually = name in ("old_logprobs", "mask")
         if not needed.get(name, one(usually, usually, True, False)):

@@ -44,6 +44,14 @@ ARGUMENTS: Rows = {
     "normalizer must be left out with weights, ... got 3": {"normalizer": 3, "weights": ONES},
     **each("normalizer", "must be left out with aggregation='token-sum'", 3, config=SUM),
     **each("normalizer", "must have 'tokens', the unit of aggregation='token-mean'", {"rows": 3}, config=NO_KL),
+    **{
+        f"{name}_aggregation must be None or that of the policy term, 'token-mean', with weights, ... 'token-sum'": {
+            "weights": ONES,
+            argument: ONES,
+            "config": gk.LossConfig(kl="k3", **{f"{name}_aggregation": "token-sum"}),
+        }
+        for name, argument in (("kl", "ref_logprobs"), ("entropy", "entropy"))
+    },
     "segments must be given for ratio='segment_mean'": {"config": gk.LossConfig(ratio="segment_mean")},
     "ref_logprobs must be given for kl_coef=0.1, got None": {"config": gk.LossConfig(kl="k3", kl_coef=0.1)},
     "ref_logprobs must be left out with kl='none'": {"ref_logprobs": ONES},

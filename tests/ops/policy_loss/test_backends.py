@@ -20,7 +20,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels.ops.policy_loss.registration import SCALE, Scaled
 from tests import emulation
-from tests.harness import device_of, examples
+from tests.harness import cpu_threads, device_of, examples, needs_cpu_kernels
 from tests.ops.policy_loss import cases
 from tests.ops.policy_loss.cases import BACKENDS, F32, F64, INF, KERNELS, NAN, assert_like_reference, op_of, packed
 from tests.ops.promises import Inputs, assert_same_bits, run
@@ -221,6 +221,29 @@ def test_segments_that_do_not_ascend_are_refused(backend: str, ratio: str) -> No
             run(op, batch | {"segments": segments}, backend, F32)
     got = run(op, batch | {"segments": torch.where(batch["mask"], batch["segments"], 1000)}, backend, F32)
     assert torch.equal(got["d_logprobs"], want["d_logprobs"])
+
+
+@on_backends
+def test_tokens_of_negative_segments_take_no_part(backend: str) -> None:
+    batch = cases.padded(5, 3, 70, optional=("segments",))
+    batch["segments"] = torch.arange(70).div(7, rounding_mode="floor").repeat(3, 1)
+    op = op_of(gk.LossConfig(ratio="segment"))
+    want = run(op, batch, backend, F32)
+    mask = batch.pop("mask")
+    for negative in (-1, -(2**31) - 1, torch.iinfo(torch.int64).min):
+        got = run(op, batch | {"segments": torch.where(mask, batch["segments"], negative)}, backend, F32)
+        assert torch.equal(got["d_logprobs"], want["d_logprobs"])
+
+
+@needs_cpu_kernels
+def test_an_error_of_one_of_several_threads_keeps_its_text() -> None:
+    segments = torch.arange(70).repeat(64, 1)
+    segments[[5, 60]] = segments[[5, 60]].flip(1)
+    logprobs = -torch.rand(64, 70)
+    config = gk.LossConfig(ratio="segment")
+    rule = "^policy_loss: segments must ascend from 0 along each row, got 68 after 69 in row 5$"
+    with cpu_threads(4), pytest.raises(RuntimeError, match=rule):
+        gk.policy_loss(logprobs, logprobs, torch.ones(64), segments=segments, config=config, backend="cpu")
 
 
 # Arguments that are the same

@@ -307,3 +307,11 @@ def test_gradients_of_shared_positions_add_up_in_a_fixed_order() -> None:
     losses = [gk.policy_loss(logprobs, None, torch.ones(1), term_index=index).loss for _ in range(3)]
     first, *others = (torch.autograd.grad(loss, logprobs)[0] for loss in losses)
     assert all(torch.equal(first, other) for other in others)
+
+
+def test_gradients_of_shared_positions_add_up_in_float32() -> None:
+    """In bfloat16 a sum of a thousandth each stops at a half."""
+    logprobs, entropy = (torch.tensor([value], dtype=torch.bfloat16).requires_grad_() for value in (-1.0, 1.0))
+    config, index = gk.LossConfig(entropy_coef=1.0), torch.zeros(1000, 1, dtype=torch.int64)
+    gk.policy_loss(logprobs, None, torch.ones(1000), term_index=index, entropy=entropy, config=config).loss.backward()
+    assert (logprobs.grad, entropy.grad) == (-1, -1)

@@ -179,6 +179,7 @@ VERDICTS: list[tuple[Tensor, dict[str, Any], list[int], float, int, gk.Verdict]]
     # k_min and k_max; a score may be below the best by as much as the tolerance
     (NESTED, {}, INTO_4, 1, 4, V.CLUSTERED),
     (NESTED, {"k_max": 4}, INTO_4, 1, 4, V.CLUSTERED),
+    (NESTED, {"k_max": 2**31}, INTO_4, 1, 4, V.CLUSTERED),
     (NESTED, {"k_max": 3, "linkage": "ward"}, INTO_3, 0.875, 3, V.CLUSTERED),
     (NESTED, {"k_max": 2, "linkage": "single"}, INTO_2, 0.625, 2, V.CLUSTERED),
     (NESTED, {"tie_tolerance": 0.125}, INTO_3, 0.875, 3, V.CLUSTERED),
@@ -188,6 +189,7 @@ VERDICTS: list[tuple[Tensor, dict[str, Any], list[int], float, int, gk.Verdict]]
     # too few places for k_min: no cut, even if any were good enough
     (symmetric(3, 1.0, {(0, 1): 0.01}), {"k_min": 3}, [0] * 3, 0, 1, V.UNCLEAR),
     (symmetric(5, 1.0), {"k_min": 7, **LOOSE}, [0] * 5, 0, 1, V.ALL_DIFFERENT),
+    (symmetric(5, 1.0), {"k_min": 2**32, **LOOSE}, [0] * 5, 0, 1, V.ALL_DIFFERENT),
     # of equally near pairs the lowest, of equally good cuts the smallest k
     (symmetric(7, 0.5), {"k_min": 3, **LOOSE}, [0, 0, 0, 0, 0, 1, 2], 0, 3, V.CLUSTERED),
     (symmetric(4, 0.5, {(0, 3): 0.25, (1, 2): 0.25}), {"k_min": 3}, [0, 1, 2, 0], 0.25, 3, V.CLUSTERED),

@@ -9,7 +9,7 @@ from tests.ops.error_rows import Call, Errors, each
 from tests.ops.token_logprobs.cases import INF, NAN
 
 LOGITS, TARGETS = torch.zeros(2, 3, 7), torch.zeros(2, 3, dtype=torch.int64)
-OVERLAPPING = torch.zeros(7).requires_grad_().expand(2, 3, 7)
+OVERLAPPING = (torch.zeros(7).requires_grad_() * 1).expand(2, 3, 7)
 LEAF = LOGITS.clone().requires_grad_()
 OF_TARGETS = "must have the shape of the targets, [2, 3], ... got {}"
 CALLS = {"token_logprobs": Call(gk.token_logprobs, {"logits": LOGITS, "targets": TARGETS})}
@@ -38,7 +38,8 @@ ERRORS = [
             **each("logit_scale", "must be positive and finite, got {}", -1.0),
             **each("temperature", OF_TARGETS, torch.ones(3), torch.ones(2, 4), torch.ones(2, 3, 1), torch.ones(())),
             "temperature must not require grad ... detach": {"temperature": torch.ones(2, requires_grad=True)},
-            "inplace_backward must be False for logits that are a leaf": {"logits": LEAF, "inplace_backward": True},
+            **each("inplace_backward", "must be False for logits that are a leaf or a view of one", True, logits=LEAF),
+            **each("inplace_backward", "must be False for logits that are a leaf", True, logits=LEAF[:, :, :5]),
             "logits must not overlap ... got strides [0, 0, 1]": {"logits": OVERLAPPING, "inplace_backward": True},
         },
     ),
