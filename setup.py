@@ -92,9 +92,7 @@ class CMakeBuild(build_ext):
 
     def finalize_options(self) -> None:
         in_checkout = self.inplace or self.editable_mode
-        if (
-            in_checkout and importlib.util.find_spec("pybind11") is not None and self.distribution.ext_modules
-        ):  # for a test
+        if in_checkout and self.distribution.ext_modules and importlib.util.find_spec("pybind11"):  # for a test
             self.distribution.ext_modules.append(Extension("grpo_kernels._codes", sources=[]))
         super().finalize_options()
 
