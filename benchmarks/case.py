@@ -52,8 +52,8 @@ class Provider:
 
 # Text of each kind of bar. A ratio is a provider's time over ours, memory the peak beside the returned tensors.
 KINDS = {
-    "ratio at least": "ratio to {of}",
-    "ratio at most": "ratio to {of}",
+    "ratio at least": "times our time for {of}",
+    "ratio at most": "times our time for {of}",
     "cost at most": "times the time of {of}",
     "microseconds at most": "microseconds, the best of ten times, or on a GPU by its events",
     "memory below": "times the memory of {of}",
@@ -76,9 +76,6 @@ class Bar:
         if self.kind.endswith("at least"):
             return value >= self.limit
         return value < self.limit if self.kind.endswith("below") else value <= self.limit
-
-    def __str__(self) -> str:
-        return f"{KINDS[self.kind].format(of=self.of)}, {self.kind.split(' ', 1)[1]} {self.limit:g}"
 
 
 @dataclass(frozen=True)

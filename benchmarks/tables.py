@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import textwrap
 from pathlib import Path
@@ -19,22 +20,20 @@ WIDTH = 100  # columns of the document
 
 
 def case_rows(result: Result) -> list[str]:
-    """A row of ours for each case and one for each peer, with their limits; our times on a GPU are by its events."""
+    """A row for each case, with all peers in one cell; times on a GPU are by its events."""
     is_gpu = result["device"] == "cuda"
     times = ["cold", "warm", "speed"] if is_gpu else ["time"]
-    head = ["case", "", *times, "floor", "MiB", "ratio", "limit"]
+    head = ["case", *times, "floor", "MiB", "peers"]
     rows = [head, ["---"] * len(head)]
     for case in result["cases"]:
         ours = case["ours"]
-        cells = gpu_times(case) if is_gpu else [time(ours["us"])]
-        cells += [f"{ours['of_ceiling']:.0%}", mebibytes(ours), "", limits(case, "ours")]
         dtype = "" if case["dtype"] == "float32" or case["dtype"] in case["name"] else f", {case['dtype']}"
-        rows.append([f"`{case['op']}`, {case['name']}{dtype}", "ours", *cells])
-        for who, numbers in case["providers"].items():
-            if numbers.get("missing", "").startswith("not made for"):
-                continue
-            cells = ["", "", ""] if is_gpu else [time(numbers["us"]) if "us" in numbers else ""]
-            rows.append(["", who, *cells, "", mebibytes(numbers), ratio(numbers), limits(case, who)])
+        cells = gpu_times(case) if is_gpu else [time(ours["us"])]
+        peers = [peer(who, numbers, case["bars"]) for who, numbers in case["providers"].items()]
+        own = [missed(bar) for bar in case["bars"] if bar["of"] not in case["providers"]]
+        compared = "<br>".join(filter(None, [*peers, *own]))
+        cells += [f"{ours['of_ceiling']:.0%}", mebibytes(ours), compared]
+        rows.append([f"`{case['op']}`, {case['name']}{dtype}", *cells])
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
@@ -46,45 +45,42 @@ def gpu_times(case: Result) -> list[str]:
     return [time(ours["cold_us"]), warm, f"{rate / ours['cold_us']:.3g} {unit}"]
 
 
-def ratio(numbers: Result) -> str:
-    """A ratio with its range, or the reason why there is none."""
+def peer(who: str, numbers: Result, bars: list[Result]) -> str:
+    """A ratio, its range, the memory and the limits not met; why there is no ratio; "" for one of another device."""
     if "ratio" not in numbers:
-        return str(numbers.get("missing", numbers.get("refused")))
-    return f"{short(numbers['ratio'])} ({short(numbers['low'])} to {short(numbers['high'])})"
+        reason = numbers.get("missing", numbers.get("refused", ""))
+        return "" if reason.startswith("not made for") else f"{who}: {reason}"
+    figures = [f"{who} {short(numbers['ratio'])} ({short(numbers['low'])} to {short(numbers['high'])})"]
+    figures += [f"{mebibytes(numbers)} MiB" if "memory" in numbers else ""]
+    return ", ".join(filter(None, [*figures, *(missed(bar) for bar in bars if bar["of"] == who)]))
 
 
 def mebibytes(numbers: Result) -> str:
-    return f"{numbers['memory'] / 2**20:.1f}" if "memory" in numbers else ""
+    size = numbers.get("memory", math.nan) / 2**20
+    return "" if math.isnan(size) else f"{size:.1f}" if size < 100 else f"{size:,.0f}"
 
 
-def limits(entry: Result, who: str) -> str:
-    """The limits on a row, in bold if they are not met; ours has those of peers without a row, too."""
-    peers = entry.get("providers", {})
-    texts = []
-    for bar in entry["bars"]:
-        quantity, relation = bar["kind"].split(" ", 1)
-        value = "" if bar["value"] is None else f" {short(bar['value'])}"
-        if who != (bar["of"] if bar["of"] in peers else "ours"):
-            continue
-        if quantity == "ratio" and who != "ours":
-            text = f"{relation} {bar['limit']:g}"
-        elif quantity == "cost" and who != "ours":  # the inverse of the ratio
-            text = f"at least {short(1 / bar['limit'])}"
-        else:
-            of = f" of {bar['of']}" if bar["of"] else ""
-            text = f"{quantity}{value}{of}, {relation} {bar['limit']:g}"
-        texts.append({True: text, False: f"**{text}: not met**", None: f"{text}: not measured"}[bar["held"]])
-    return "; ".join(texts)
+def missed(bar: Result) -> str:
+    """A limit that is not met, in bold; that of a cost as one of its inverse, the ratio."""
+    if bar["held"] is not False:
+        return ""
+    quantity, relation = bar["kind"].split(" ", 1)
+    if quantity == "cost":
+        return f"**limit at least {short(1 / bar['limit'])}**"
+    if quantity == "ratio":
+        return f"**limit {relation} {short(bar['limit'])}**"
+    of = f" of {bar['of']}" if bar["of"] else ""
+    return f"**{quantity} {short(bar['value'])}{of}, limit {relation} {short(bar['limit'])}**"
 
 
 def sweep_rows(result: Result) -> list[str]:
-    lines = ["| op | from | to | exponent | floors at the largest | limit |", "|---|---|---|---|---|---|"]
+    lines = ["| op | from | to | exponent | floors at the largest |", "|---|---|---|---|---|"]
     for sweep in result["sweeps"]:
         first, last = sweep["points"][0], sweep["points"][-1]
+        floors = ", ".join(filter(None, [f"{last['us'] / last['floor_us']:.1f}", *map(missed, sweep["bars"])]))
         lines.append(
             f"| `{sweep['op']}`, {sweep['name']} | {first['size']:,} {sweep['unit']}, {time(first['us'])} | "
-            f"{last['size']:,}, {time(last['us'])} | {sweep['exponent']:.2f} | {last['us'] / last['floor_us']:.1f} | "
-            f"{limits(sweep, 'ours')} |"
+            f"{last['size']:,}, {time(last['us'])} | {sweep['exponent']:.2f} | {floors} |"
         )
     return lines
 

@@ -293,20 +293,23 @@ def test_tables_go_between_the_marks(results: list[dict[str, Any]], tmp_path: Pa
     tables.main([*map(str, files), "--into", str(document)])
     text = document.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "| `sum`, of ten | ours | " in text and "| `sum`, all | 1 numbers" in text
+    assert "| `sum`, of ten | " in text and "| `sum`, all | 1 numbers" in text
     with pytest.raises(SystemExit, match="once each"):
         tables.replaced("no marks", "cpu", "new")
 
 
-def test_each_limit_is_in_the_row_of_what_it_is_about() -> None:
+def test_a_case_is_a_row_with_its_peers_and_the_limits_that_are_not_met() -> None:
     def bar(kind: str, of: str, value: float | None, held: bool | None) -> dict[str, Any]:
         return {"kind": kind, "of": of, "limit": 2, "value": value, "held": held}
 
     peer = {"us": 12e3, "ratio": 3.0, "low": 2.0, "high": 4.0, "memory": 3 * 2**20}
     bars = [
         bar("ratio at least", "peer", 3.0, True),
+        bar("memory below", "peer", 2.5, False),
+        bar("ratio at most", "slow", 3.0, False),
         bar("cost at most", "slow", 4.0, False),
         bar("memory below", "the logits", 1.5, True),
+        bar("microseconds at most", "", 2.5, False),
         bar("ratio at most", "absent", None, None),
     ]
     ours = {"us": 4e6, "of_ceiling": 0.5, "memory": 2**19}
@@ -315,11 +318,10 @@ def test_each_limit_is_in_the_row_of_what_it_is_about() -> None:
     providers = {"peer": peer, "slow": slow, "other": of_device, "wrong": {"refused": "differs"}}
     case = {"op": "op", "name": "name", "dtype": "bfloat16", "ours": ours, "providers": providers, "bars": bars}
     assert tables.case_rows({"device": "cpu", "cases": [case]})[2:] == [
-        "| `op`, name, bfloat16 | ours | 4 s | 50% | 0.5 |  | memory 1.5 of the logits, below 2; "
-        "ratio of absent, at most 2: not measured |",
-        "|  | peer | 12 ms |  | 3.0 | 3 (2 to 4) | at least 2 |",
-        "|  | slow | 1 s |  |  | 0.25 (0.2 to 0.3) | **at least 0.5: not met** |",
-        "|  | wrong |  |  |  | differs |  |",
+        "| `op`, name, bfloat16 | 4 s | 50% | 0.5 | "
+        "peer 3 (2 to 4), 3.0 MiB, **memory 2.5 of peer, limit below 2**<br>"
+        "slow 0.25 (0.2 to 0.3), **limit at most 2**, **limit at least 0.5**<br>"
+        "wrong: differs<br>**microseconds 2.5, limit at most 2** |",
     ]
 
 
@@ -328,9 +330,9 @@ def test_a_gpu_has_its_events_and_its_speed_in_the_table(results: list[dict[str,
     ours = case["ours"] | {"warm_us": 10.0, "cold_us": 20.0, "is_gapless": False, "of_ceiling": 0.5}
     flops = {"floor": {"bytes": 0, "flops": 4e6}, "ours": ours, "providers": {}}
     rows = tables.case_rows({"device": "cuda", "cases": [case | {"ours": ours}, case | flops]})
-    assert rows[2].startswith("| `sum`, of ten | ours | 20 us | 10 us with the host's gaps | 0.002 GB/s | 50% |")
-    assert rows[3].startswith("|  | mean |  |  |  |  |")
-    assert rows[5].startswith("| `sum`, of ten | ours | 20 us | 10 us with the host's gaps | 0.2 Tflop/s | 50% |")
+    assert rows[2].startswith("| `sum`, of ten | 20 us | 10 us with the host's gaps | 0.002 GB/s | 50% |")
+    assert "| mean " in rows[2] and "<br>twice " in rows[2]
+    assert rows[3].startswith("| `sum`, of ten | 20 us | 10 us with the host's gaps | 0.2 Tflop/s | 50% |")
 
 
 def test_the_picture_of_a_run_has_its_steps_of_rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
