@@ -19,6 +19,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -92,7 +93,9 @@ class CMakeBuild(build_ext):
 
     def finalize_options(self) -> None:
         in_checkout = self.inplace or self.editable_mode
-        if in_checkout and self.distribution.ext_modules and importlib.util.find_spec("pybind11"):  # for a test
+        has_headers = (Path(sysconfig.get_path("include")) / "Python.h").exists()
+        has_tools = has_headers and importlib.util.find_spec("pybind11")
+        if in_checkout and self.distribution.ext_modules and has_tools:  # for a test
             self.distribution.ext_modules.append(Extension("grpo_kernels._codes", sources=[]))
         super().finalize_options()
 

@@ -121,7 +121,7 @@ def finished(recipe: Recipe) -> RunFolder:
 
 def refuse_other_recipe(recipe: Recipe) -> None:
     """Raises if the run in the folder differs in a key that its figures depend on, such as one of its evaluations."""
-    free = tuple(f"{key}." for key in checkpoint.MAY_CHANGE if key != "evaluation")
+    free = tuple(f"{key}." for key in checkpoint.MAY_CHANGE if not key.startswith("evaluation"))
     own, stored = flat(recipe.model_dump()), flat(RunFolder(recipe.folder).recipe)
     for key in sorted({*own, *stored}):
         if own.get(key) != stored.get(key) and not f"{key}.".startswith(free):

@@ -21,7 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
     results: dict[str, list[Result]] = {}
     try:
         table = options.markdown
-        if table is not None and table.exists() and report.START not in table.read_text():
+        text = table.read_text() if table is not None and table.exists() else ""
+        if text.strip() and report.START not in text:
             raise AdapterError(
                 f"--markdown: {table} must have a line {report.START}, after which tables replace all text"
             )

@@ -44,14 +44,14 @@ ADVANTAGES = (
 )
 
 _KNOWN = make([2], token_rewards=[[0, 1]], values=[[0.5, 0.25]], gamma=0.5, lam=0.5)
-_GAP = make([[1, 0, 1]], token_rewards=[[0, 0, 1]], values=[[0.5, 50, 0.25]], lam=0.5)
+_GAP = make([[1, 0, 1]], token_rewards=[[0, 0, 1]], values=[[0.5, 50, 0.25]], lam=0)  # whatever decays by position
 _NAN = make([[1, 0, 1]], token_rewards=[[0, NAN, 1]], values=[[0.5, NAN, 0.25]])
 _AFTER = make([[1, 1, 0]], token_rewards=[[0, 0, 1]], values=[[0.5, 0.25, 0]])
 _FOUR = make([4], token_rewards=[[0, 0, 0, 1]], values=[[0.5, 0.1, 0.3, 0.2]])
 TOKEN_ADVANTAGES = (
     # 1 - 0.25 at the end; before it 0.5 * 0.25 - 0.5, and a quarter of what follows
     _gae("gae", "GAE of a known row", _KNOWN, [-0.1875, 0.75]),
-    _gae("gae-gap", "The value at a tool's output enters no advantage", _GAP, [0.125, 0.75]),
+    _gae("gae-gap", "The value at a tool's output enters no advantage", _GAP, [-0.25, 0.75]),
     _gae("gae-nan", "NaN in masked slots reaches no advantage", _NAN, [0.5, 0.75]),
     _gae("gae-masked-reward", "A reward at a masked token belongs to the last counting one", _AFTER, [0.5, 0.75]),
     _gae("gae-rollout", "GAE goes on across rows of a rollout", split_first(_FOUR, [2, 2]), [0.5, 0.9, 0.7, 0.8]),
@@ -136,6 +136,8 @@ def _choices(*questions: tuple[str, Batch, int, Mapping[str, float]]) -> Callabl
 
 def _epsilon(asked: Asked) -> str:
     large, small = (float(asked.advantages(_std([2, 2], [reward, 0]))[0]) for reward in (1, 2**-10))
+    if math.isclose(large, 2**10 * small):
+        return "no division by it"
     # a = r / 2 / (s r + eps), of which s is the same in both
     epsilon = (0.5 / small - 0.5 / large) / (2**10 - 1)
     return "nothing" if abs(epsilon) < 1e-9 else f"{epsilon:.0e}"

@@ -84,14 +84,14 @@ def text(results: Results) -> str:
 
 def markdown(results: Results, page: str = "") -> str:
     """A page with the tables after its introduction, which ends at the comment."""
-    introduction, comment, _ = page.partition(START)
+    introduction = page.partition(START)[0]
     parts = []
     for title, header, rows in tables(results, "[{thread}]({address})"):
         if not rows:
             continue
         lines = [[cell.replace("|", "\\|") for cell in cells] for cells in (header, ["---"] * len(header), *rows)]
         parts.append(f"## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
-    return (introduction + START + "\n\n" if comment else "") + "\n".join(parts)
+    return f"{introduction}{START}\n\n" + "\n".join(parts)
 
 
 def page(results: Results, before: str = "") -> str:

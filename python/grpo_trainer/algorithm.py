@@ -186,6 +186,7 @@ class Credit:
     advantages: Tensor  # [N] or [N, T]
     mask: Tensor | None = None  # [N, T] tokens that enter the loss; None: all response tokens
     segments: Tensor | None = None  # [N, T] segment ids, -1 outside
+    endpoints: Tensor | None = None  # [N, T] last tokens of the segments, whose tokens share an advantage
     returns: Tensor | None = None  # [N, T] targets of the critic
     is_weights: Tensor | None = None  # [N, T] importance weights of tokens that another engine sampled
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -194,6 +195,10 @@ class Credit:
     def in_loss(self, mask: Tensor) -> Tensor:
         """Those of the response tokens [N, T] that enter the loss."""
         return mask if self.mask is None else self.mask & mask
+
+    def measured(self) -> Tensor:
+        """The advantages with that of a segment once, at its end. [N] or [N, T]"""
+        return self.advantages if self.endpoints is None else self.advantages * self.endpoints
 
 
 def assign_credit(
@@ -337,15 +342,13 @@ def _credit_segments(plan: Plan, rollout: Rollout, rewards: Tensor, values: Tens
         config=dataclasses.replace(plan.segments, credit="broadcast") if by_segment else plan.segments,
     )
     credit = Credit(result.advantages, mask, returns=result.returns)
-    if plan.threshold is not None:
-        if by_segment and plan.segments.credit == "endpoint":
-            result = result._replace(advantages=result.advantages * result.endpoint_mask)
-        credit.metrics = gk.segment_metrics(result, rollout.group_size)
-        plan.threshold.update(result)
-    if plan.settings.sparse:
+    if by_segment:
+        credit.segments, credit.endpoints = result.segment_ids, result.endpoint_mask
+    elif plan.settings.sparse:
         credit.mask = result.endpoint_mask
-    elif by_segment:
-        credit.segments = result.segment_ids
+    if plan.threshold is not None:
+        credit.metrics = gk.segment_metrics(result._replace(advantages=credit.measured()), rollout.group_size)
+        plan.threshold.update(result)
     return credit
 
 

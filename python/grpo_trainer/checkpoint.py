@@ -26,15 +26,18 @@ from grpo_trainer.pretrained import load_lm, without_bars
 from grpo_trainer.recipe import MEMORY_KEYS, Recipe
 from grpo_trainer.recipes import flat
 
-# what a run writes into its folder, in which a user may have other files
+# what a run writes into its folder, in which a user may have other files; the recipe, which marks a run, goes last
 _WRITTEN = (
-    *("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "events.jsonl", "report.html"),
-    *("checkpoints", BASE, "tensorboard", "tracker-id"),
+    *("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "events.jsonl", "report.html"),
+    *("checkpoints", BASE, "tensorboard", "tracker-id", "recipe.yaml"),
 )
+_BEFORE = "remove it to resume from the checkpoint before it, or start again with --fresh"
 _LISTED = 8  # differences that an error lists
 # what may change when a run is resumed
 MAY_CHANGE = (
-    *("name", "output", "threads", "distributed", "logging", "checkpoints", "evaluation"),
+    *("name", "output", "threads", "distributed", "logging", "checkpoints"),
+    *(f"evaluation.{key}" for key in ("every", "prompts", "test_prompts", "batch", "samples", "temperature", "pass_k")),
+    "evaluation.max_completion_length",
     *(f"rl.rollout.vllm.{key}" for key in MEMORY_KEYS),
 )
 
@@ -52,7 +55,8 @@ class State:
     threshold: float | None  # of group_ppo's segments
     scaler: dict[str, float]  # of the losses with fp16, else empty
     threads: int
-    embedders: dict[str, str]  # resolved names by recipe key
+    embedders: dict[str, str]  # those that "auto" stood for, by recipe key
+    data: str  # digest of the lines
 
 
 # Runs
@@ -60,14 +64,18 @@ class State:
 
 def start_run(recipe: Recipe) -> None:
     """Prepares the folder of a new run, from which an earlier one is removed; other files stay."""
-    import yaml
-
     for path in [recipe.folder / name for name in _WRITTEN] if is_used(recipe) else ():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
     recipe.folder.mkdir(parents=True, exist_ok=True)
+    write_recipe(recipe)
+
+
+def write_recipe(recipe: Recipe) -> None:
+    import yaml
+
     text = yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
     (recipe.folder / "recipe.yaml").write_text(text, encoding="utf-8")
 
@@ -200,15 +208,18 @@ def load_reference(recipe: Recipe, policy: Policy, step: int, lm: Any = None) ->
     settings = recipe.model
     if settings.reference_model_path is not None or lm is not None:
         return Reference(policy, settings, lm=lm)
-    folder = folder_of(recipe, "rl", 0) / "model"
+    folder, way_out = (
+        folder_of(recipe, "rl", 0) / "model",
+        "start again with --fresh, as it is the reference of the KL term",
+    )
     if settings.lora is None and (step or policy.is_sharded):
-        with _explaining_damage(folder):
+        with _explaining_damage(folder, way_out):
             own = settings.model_copy(update={"reference_model_path": str(folder)})
             return Reference(policy, own, like=policy.lm)
     if not step:
         return Reference(policy, settings)
     current = {name: value.clone() for name, value in adapters_of(policy).items()}
-    with _explaining_damage(folder):
+    with _explaining_damage(folder, way_out):
         load_adapter(policy, settings, folder)
     reference = Reference(policy, settings)
     set_adapters(policy, current)
@@ -266,7 +277,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _explaining_damage(folder: Path) -> Iterator[None]:
+def _explaining_damage(folder: Path, way_out: str = _BEFORE) -> Iterator[None]:
     from safetensors import SafetensorError
 
     try:
@@ -275,10 +286,7 @@ def _explaining_damage(folder: Path) -> Iterator[None]:
         if str(error).startswith("model.lora"):  # other adapters than the recipe's
             raise
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise CheckpointError(
-            f"{folder}: must be a whole checkpoint, got {text}; remove it to resume from the checkpoint before it, or "
-            "start again with --fresh"
-        ) from error
+        raise CheckpointError(f"{folder}: must be a whole checkpoint, got {text}; {way_out}") from error
 
 
 def _binding(recipe: Recipe) -> dict[str, Any]:

@@ -142,6 +142,11 @@ def check_loss(key: str, loss: Any, correction: Any) -> None:
             f"{key}.algorithm.correction: weights must be 'sequence', 'geometric' or 'none' with ratio: {loss.ratio}, "
             f"whose terms read the weight of one token alone, got 'token'; change it, {_WAY_OUT}"
         )
+    if loss.loss == "vespo" and correction.weights not in ("token", "none"):
+        raise ValueError(
+            f"{key}.algorithm.correction: weights must be 'token' or 'none' with loss: vespo, which multiplies the "
+            f"weights of a row's tokens, got {correction.weights!r}; change it, {_WAY_OUT}"
+        )
 
 
 def _installed_version() -> str | None:

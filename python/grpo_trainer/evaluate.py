@@ -144,8 +144,13 @@ def _grade(
     totals = total_rewards(values, torch.tensor([reward.settings.weight for reward in rewards], dtype=torch.float64))
     correct = next((parts["correct"] for parts in components if "correct" in parts), None)
     if correct is None:
-        correct = torch.where(totals.isnan(), torch.nan, (totals >= solved).double())
+        correct = torch.where(totals.isnan(), torch.nan, is_solved(totals, solved).double())
     return totals.tolist(), correct.tolist(), skipped, means
+
+
+def is_solved(reward: Any, solved: float) -> Any:
+    """Whether a reward, or each of a tensor, is at least `solved`, up to the rounding of weighted sums."""
+    return reward >= solved - 1e-9
 
 
 def _mean(values: Sequence[float]) -> float:

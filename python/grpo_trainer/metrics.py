@@ -124,7 +124,8 @@ def rollout_metrics(
     groups = totals.view(-1, rollout.group_size)
     lowest = torch.where(groups.isnan(), math.inf, groups).amin(1)
     highest = torch.where(groups.isnan(), -math.inf, groups).amax(1)
-    advantages = credit.advantages if credit.advantages.dim() == 1 else credit.advantages.sum(1)
+    advantages = credit.measured()
+    advantages = advantages if advantages.dim() == 1 else advantages.sum(1)
     metrics = {
         "rewards/mean": float(scored.mean()) if len(scored) else nan,
         "rewards/std": float(scored.std()) if len(scored) > 1 else nan,

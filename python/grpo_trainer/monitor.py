@@ -37,18 +37,20 @@ class Monitor:
             self.log.samples("rl", step, self._samples(rollout, rewards, credit))
             if step % self.settings.every == 0:
                 advantages = credit.advantages
-                if advantages.dim() == 2:  # of tokens
-                    advantages = advantages[credit.in_loss(rollout.batch.mask)]
+                if advantages.dim() == 2:  # of tokens or segments
+                    in_loss = credit.in_loss(rollout.batch.mask)
+                    advantages = advantages[in_loss if credit.endpoints is None else credit.endpoints]
                 values = {"rewards": totals, "response_lengths": rollout.lengths, "advantages": advantages}
                 self.log.histograms("rl", step, {f"histograms/{name}": of for name, of in values.items()})
 
     def _samples(self, rollout: Rollout, rewards: Tensor, credit: Credit) -> list[dict[str, Any]]:
+        advantages = credit.measured()
         return [
             {
                 "prompt": rollout.items[i // rollout.group_size]["prompt"],
                 "response": rollout.texts[i],
                 "rewards": rewards[i].tolist(),
-                "advantage": float(credit.advantages[i].sum()),
+                "advantage": float(advantages[i].sum()),
             }
             for i in range(min(len(rollout.texts), self.settings.samples))
         ]

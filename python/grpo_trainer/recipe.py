@@ -333,7 +333,7 @@ class Algorithm(Section):
     """polychromic: responses per set; 0: half of the group"""
     correction: dict[str, Any] = {}
     """fields of grpo_kernels.CorrectionConfig, for the mismatch between the engine that sampled and the policy,
-    instead of all of {weights: token, weight_max: 2.0} (weights: sequence with ratio: segment); needs
+    instead of all of {weights: token, weight_max: 2.0} (weights: sequence with a ratio of segments); needs
     rollout.engine: vllm"""
 
 

@@ -28,7 +28,7 @@ from grpo_trainer.ray_pool import check_ray
 from grpo_trainer.recipe import Recipe, Reward, Rl
 from grpo_trainer.rewards import LoadedReward, gaps, load_reward, require_columns
 from grpo_trainer.rollout import Rollout, roll_out, select_usable
-from grpo_trainer.splits import corpus_of, load_splits, no_usable_line, require_lines
+from grpo_trainer.splits import corpus_of, digest, load_splits, no_usable_line, require_lines
 from grpo_trainer.tasks import Item, Splits
 from grpo_trainer.vocabulary import refuse_banned
 
@@ -44,7 +44,7 @@ class Run:
     rewards: list[LoadedReward]  # of RL, or of evaluations without RL
     evaluation_rewards: list[LoadedReward]
     plan: Any  # the algorithm.Plan of RL; None without RL
-    embedders: dict[str, str]  # names by recipe key, with "auto" resolved
+    embedders: dict[str, str]  # those that "auto" stands for, by recipe key
     policy: Policy
     given_model: bool  # whether the caller gave the model as an object
     given_reference: Any  # model of the KL term that the caller gave
@@ -61,6 +61,10 @@ class Run:
     usable: dict[str, list[Item]] = dataclasses.field(default_factory=dict)  # by split
     left_out: dict[str, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))  # by split
     unlogged: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # facts about lines that are left out
+
+    @functools.cached_property
+    def data(self) -> str:
+        return digest(self.splits)
 
     @property
     def is_sharded(self) -> bool:
@@ -295,7 +299,7 @@ def check_policy(recipe: Recipe, policy: Policy) -> None:
 def _resolve_embedders(
     recipe: Recipe, plan: Plan | None, rewards: list[LoadedReward], evaluation_rewards: list[LoadedReward]
 ) -> dict[str, str]:
-    """Embedders by recipe key; "auto" depends on the installed packages."""
+    """What "auto" stands for, which depends on the installed packages, by recipe key."""
     names = {}
     if recipe.sft is not None and recipe.sft.polychromic is not None:
         names["sft.polychromic.embedder"] = recipe.sft.polychromic.embedder
@@ -303,12 +307,10 @@ def _resolve_embedders(
         names["rl.algorithm.similarity.embedder"] = plan.similarity.embedder
     if recipe.evaluation.samples:
         names["evaluation.embedder"] = recipe.evaluation.embedder
-    for key, loaded in (("rl.rewards", rewards), ("evaluation.rewards", evaluation_rewards)):
-        for i, reward in enumerate(loaded):
-            embedder = getattr(reward.function, "_embedder", None)
-            if isinstance(embedder, Embedder):
-                names[f"{key}.{i}"] = embedder.name
-    return {key: resolve(name) for key, name in names.items()}
+    own = [] if recipe.rl is None else rewards
+    for key, loaded in (("rl.rewards", own), ("evaluation.rewards", evaluation_rewards)):
+        names |= {f"{key}.{i}": getattr(reward.function, "embedder", "") for i, reward in enumerate(loaded)}
+    return {key: resolve(name) for key, name in names.items() if name == "auto"}
 
 
 def begin(run: Run, resume: bool, fresh: bool) -> tuple[str, int]:
@@ -345,6 +347,7 @@ def _start_logs(run: Run, phase: str, step: int) -> None:
         return
     if run.resumed is not None:
         checkpoint.remove_old(recipe)
+        checkpoint.write_recipe(recipe)
         log.truncate(phase, step)
         log.event("resumed", phase=phase, step=step, threads=run.resumed.threads)
     else:
@@ -368,8 +371,13 @@ def _start_logs(run: Run, phase: str, step: int) -> None:
 
 
 def _restore_environment(run: Run, state: checkpoint.State) -> None:
-    """Restores what affects the results but need not be in the recipe: threads, and embedders named "auto"."""
+    """Restores or compares what affects the results and is not in the recipe: lines, threads, "auto" embedders."""
     recipe, folder = run.recipe, checkpoint.folder_of(run.recipe, state.phase, state.step)
+    if run.data != state.data:
+        raise checkpoint.CheckpointError(
+            f"{folder}: data: must have the lines of the original run, got others; restore them, or train with these "
+            "in another output, or from the start with --fresh"
+        )
     if recipe.threads is None:
         torch.set_num_threads(state.threads)
     elif torch.get_num_threads() != state.threads:
@@ -379,8 +387,7 @@ def _restore_environment(run: Run, state: checkpoint.State) -> None:
         )
     for key, name in run.embedders.items():
         original = state.embedders.get(key, name)
-        is_explicit = key == "evaluation.embedder" and recipe.evaluation.embedder != "auto"
-        if original != name and not is_explicit:
+        if original != name:
             raise checkpoint.CheckpointError(
                 f"{folder}: {key}: auto must resolve to {original!r} as in the original run, got {name!r} from the "
                 "packages that are installed now"

@@ -3,6 +3,7 @@ demonstrations."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import string
@@ -71,6 +72,12 @@ def no_usable_line(of: str, left_out: Sequence[str]) -> str:
     """
     reasons = f"; prompts left out: {', '.join(left_out)}" if left_out else ""
     return f"data: {of} has no usable line{reasons}"
+
+
+def digest(splits: Splits) -> str:
+    """A hash of all lines, by which a resumed run knows its data; of values that JSON lacks it has the type."""
+    text = json.dumps(vars(splits), default=lambda value: type(value).__name__)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def corpus_of(data: Data, splits: Splits) -> list[str]:
@@ -205,7 +212,7 @@ def _read_json(path: Path) -> list[Item]:
     lines: list[Any] = []
     for number, part in parts:
         try:
-            value = json.loads(part)
+            value = json.loads(part, parse_constant=_number)
         except json.JSONDecodeError as error:
             rule = "must be JSON, an object on each line or one list of objects"
             place = f"line {number + error.lineno - 1}"
@@ -217,12 +224,18 @@ def _read_json(path: Path) -> list[Item]:
     return lines
 
 
+def _number(name: str) -> float | None:
+    """NaN is None, as pandas writes it for an absent value; infinities are numbers."""
+    return None if name == "NaN" else float(name)
+
+
 def _read_csv(path: Path) -> list[Item]:
     """Rows of a file with a header; a column holds numbers if all its values are, and an empty value is None."""
     import pandas  # comes with datasets, as pyarrow does
 
     # nullable types, as NaN would turn integers beside it into floats
     types: dict[str, Any] = {"na_values": [""], "keep_default_na": False, "dtype_backend": "numpy_nullable"}
+    types["low_memory"] = False  # or the parts of a long file may have types of their own
     frame = pandas.read_csv(path, encoding="utf-8-sig", **types)
     if flags := [name for name, kind in frame.dtypes.items() if pandas.api.types.is_bool_dtype(kind)]:
         types["dtype"] = dict.fromkeys(flags, str)  # true and false are texts, as they were written
@@ -238,7 +251,8 @@ def _read_csv(path: Path) -> list[Item]:
 def _read_parquet(path: Path) -> list[Item]:
     from pyarrow.parquet import read_table
 
-    return list(read_table(path).to_pylist())
+    lines = read_table(path).to_pylist()
+    return [{name: None if value != value else value for name, value in line.items()} for line in lines]  # NaN
 
 
 def _read_hub(key: str, source: str, split: str) -> list[Item]:

@@ -129,7 +129,7 @@ def items_of_step(recipe: Recipe, phase: str, data: list[Item], count: int, step
 def save(run: Run, phase: str, step: int) -> None:
     threshold = None if run.plan is None or run.plan.threshold is None else run.plan.threshold.value
     scaler = run.scaler.state_dict()
-    state = checkpoint.State(phase, step, threshold, scaler, torch.get_num_threads(), run.embedders)
+    state = checkpoint.State(phase, step, threshold, scaler, torch.get_num_threads(), run.embedders, run.data)
     checkpoint.save(run.recipe, run.policy, run.optimizer, state, run.log)
 
 

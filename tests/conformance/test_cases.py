@@ -231,7 +231,15 @@ class Other:
         return loss, torch.autograd.grad(loss, leaf)[0]
 
 
+class Undivided(Other):
+    """Never divides by the deviation."""
+
+    def advantages(self, batch: Batch) -> Tensor:
+        return super().advantages(batch.replace(estimator="mean"))
+
+
 def test_other_conventions() -> None:
+    assert said(Undivided())["epsilon"] == "no division by it"
     assert said(Other()) == {
         "voters": "masked do; NaN",
         "lone": "its reward; its reward",

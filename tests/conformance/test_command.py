@@ -119,6 +119,10 @@ def test_an_introduction_is_kept(files: dict[str, str], tmp_path: Path) -> None:
     assert text.startswith(f"# Title\n\nWords.\n\n{START}\n\n## Invariants\n\n| case |") and "old tables" not in text
     results = run(Plain(), CASES)
     assert text == markdown({"plain": results}, text)
+    new = tmp_path / "new.md"
+    new.touch()
+    assert [main([files["right"], "--markdown", str(new)]) for _ in range(2)] == [0, 0]
+    assert text.endswith(new.read_text()) and new.read_text().startswith(START)
     assert "What went wrong" not in text + report.page({"plain": results})
     path.write_text("# Mine\n")
     assert main([files["right"], "--markdown", str(path)]) == 2 and path.read_text() == "# Mine\n"

@@ -195,6 +195,7 @@ def test_segments_are_those_of_the_op(tmp_path: Path) -> None:
     assert want.advantages.any() and want.segment_ids.max() > 0
     assert torch.equal(output["advantages"], want.advantages)
     assert torch.equal(output["segment_ids"], want.segment_ids)
+    assert output["num_items_in_batch"] == scored.sum() < mask.sum()
 
 
 @pytest.mark.full

@@ -19,7 +19,6 @@ import grpo_kernels as gk
 from grpo_kernels.integrations.trl import head as _head
 from grpo_kernels.integrations.trl import patch_trl
 from grpo_kernels.integrations.trl.arguments import check_policy_term, check_segments
-from tests.integrations import tiny_trl
 from tests.integrations.tiny_trl import letters
 from tests.integrations.tiny_trl import trainer as made
 
@@ -91,18 +90,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_refused_at_construction(tmp_path: Path, options: Any, changes: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^FusedGRPOTrainer: {message}"):
         made(tmp_path, changes=changes, **options)
-
-
-def test_evaluation_of_segments_keeps_prompts_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The baseline is a prompt's mean, so each process needs all completions of its prompts."""
-    changes = PLAIN | {"eval_strategy": "steps"}
-    trainer = made(tmp_path, changes=changes, eval_dataset=tiny_trl.prompts(), **SEGMENTS)
-    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    trainer.args.per_device_eval_batch_size = 8
-    check_segments(trainer)
-    trainer.args.per_device_eval_batch_size = 6
-    with pytest.raises(ValueError, match=r"per_device_eval_batch_size must hold whole groups of 4 .*, got 6"):
-        check_segments(trainer)
 
 
 def test_weights_of_vllm_that_a_loss_cannot_use(tmp_path: Path) -> None:

@@ -60,6 +60,12 @@ def test_rollouts_train_as_in_one_process(ranks: Ranks) -> None:
         assert_same_logs(got, want)
 
 
+def test_segments_are_normalised_over_both_processes(ranks: Ranks) -> None:
+    want = worker.of_segments(4)
+    assert_same_logs(ranks[0]["segments"], want)
+    assert want[0]["grad_norm"] > 0 and want[0]["group/total_tokens"] > 20
+
+
 CASES = [(kind, outputs, has) for kind in worker.SHARDS[1:] for outputs in worker.OUTPUTS for has in (True, False)]
 
 

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("verl")
 pytest.importorskip("tensordict")
 
-from tests.integrations.tiny_verl import PAD
+from tests.integrations.tiny_verl import PAD, computed, data_of
 from tests.ops.sampling_correction.cases import make_batch
 
 with warnings.catch_warnings():
@@ -114,3 +114,15 @@ def test_sessions_are_weighed_and_rejected() -> None:
     assert rows["response_mask"][:, 0].tolist() == [0, 0, 1] and metrics != of_rows
     lone, of_lone = corrected(data, config, keys=["a_0_0", "a_1_0", "a_2_0"])
     assert torch.equal(lone["response_mask"], rows["response_mask"]) and of_lone == of_rows
+
+
+def test_group_ppo_keeps_the_score_of_a_token_that_is_rejected() -> None:
+    """verl's score is at the last token, which may be outside the mask when the advantages are computed."""
+    data = data_of([1.0, 1.0, 0.0, 0.0], [6, 3, 6, 5], ["a"] * 4, old_log_probs=torch.zeros(4, 6))
+    data.batch["token_level_rewards"][3, 5] = torch.nan  # padding
+    patch_verl()
+    try:
+        result = computed("group_ppo", data, {"grpo_kernels": {"norm": "none"}})
+    finally:
+        unpatch_verl()
+    assert result["advantages"].sum(1).tolist() == [0.5, 0.5, -0.5, -0.5]

@@ -215,12 +215,23 @@ def test_segments(nested: bool) -> None:
     fields = of_losses.fields_of("vanilla", "seq-mean-token-sum", use_kl_loss=True)
     ours = fields | {"loss_mode": "fused_segment"}
     got, _ = of_actor(fused_ppo_loss, batch, ours, nested, columns={"segment_ids": ids})
+    of_rows, of_tokens = torch.linspace(0.5, 1.5, len(ids))[:, None].expand(ids.shape), 1 + ids / 10
+    columns = {"segment_ids": ids, "rollout_is_weights": of_rows * batch["mask"]}
+    weighted, _ = of_actor(fused_ppo_loss, batch, ours, nested, columns=columns)
+    with pytest.raises(
+        ValueError, match=r"rollout_is_weights must be those of sequences for loss_mode 'fused_segment'"
+    ):
+        of_actor(fused_ppo_loss, batch, ours, nested, columns=columns | {"rollout_is_weights": of_tokens})
     config = dataclasses.replace(gk.LossConfig.verl(**fields), ratio="segment")
     names = ("mask", "ref_logprobs", "entropy")
     policy = [batch[name] for name in ("logprobs", "old_logprobs", "advantages")]
     own = gk.policy_loss(*policy, **{name: batch[name] for name in names}, config=config, segments=ids)
     want = peers.result_of(own.loss, batch, own.metrics.verl())
     of_losses.assert_parity(got, want, batch, fields)
+    own = gk.policy_loss(
+        *policy, **{name: batch[name] for name in names}, config=config, segments=ids, is_weights=of_rows.double()
+    )
+    of_losses.assert_parity(weighted, peers.result_of(own.loss, batch, own.metrics.verl()), batch, fields)
 
 
 class Waits(torch.utils._python_dispatch.TorchDispatchMode):

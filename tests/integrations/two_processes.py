@@ -24,6 +24,7 @@ from trl.trainer import utils
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
+import grpo_kernels as gk
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
 from tests.communication import Communication
 from tests.integrations import test_trl_rollouts, tiny_models, tiny_trl
@@ -33,7 +34,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from verl.models.transformers import monkey_patch
 
-    import grpo_kernels.integrations.verl  # noqa: F401  registers the name
+    import grpo_kernels.integrations.verl
 
 ENTROPY = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "max_steps": 6, "num_generations": 8}
 QUANTILE = ENTROPY | {"top_entropy_quantile": 0.5}  # which the fused head refuses here
@@ -67,6 +68,16 @@ def of_rollouts(per_device: int) -> list[list[dict[str, Any]]]:
         kept = ("loss", "grad_norm")  # the others are means over micro-batches, as TRL's
         result.append([{name: entry[name] for name in kept} for entry in trainer.state.log_history[:-1]])
     return result
+
+
+def of_segments(per_device: int) -> list[dict[str, float]]:
+    """The logs of two steps with segments; half of the completions have no reward, and no part in the loss."""
+    changes = {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": 4, "max_steps": 2}
+    segments = gk.SegmentConfig(group_max_size=3)
+    trainer = test_trl_rollouts.trainer_of(Path(tempfile.mkdtemp()), None, changes, segments=segments)
+    trainer.train()
+    logs = trainer.state.log_history[:-1]
+    return [{k: entry[k] for k in entry if k in ("loss", "grad_norm") or k.startswith("group/")} for entry in logs]
 
 
 def shard(*units: Any) -> None:
@@ -126,7 +137,7 @@ def main() -> None:
     torch.set_num_threads(1)
     accelerate.PartialState(cpu=True)
     results: dict[Any, Any] = {name: logs(kind, changes, **more) for name, (kind, changes, more) in TRAINED.items()}
-    results["rollouts"] = of_rollouts(2)
+    results["rollouts"], results["segments"] = of_rollouts(2), of_segments(2)
     patch_trl()
     # accelerate itself shards on a GPU only, and would wrap the model in DistributedDataParallel here
     prepare = accelerate.Accelerator.prepare_model

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from grpo_trainer import engine
 from grpo_trainer import train as training
 from grpo_trainer.algorithm import (
     ALGORITHMS,
@@ -151,6 +152,8 @@ def test_a_segment_keeps_its_advantage_without_its_last_token(ratio: str) -> Non
         for segment in range(int(ids.max()) + 1):
             assert len(set(advantages[ids == segment].tolist())) == 1
     assert len(whole.advantages[MASK].unique()) > 3
+    ends = torch.stack([ids != torch.cat([ids[1:], ids.new_tensor([-1])]) for ids in whole.segments]) & MASK
+    assert torch.equal(whole.measured(), torch.where(ends, whole.advantages, 0))
 
 
 def test_rewards_arrive_at_last_tokens_and_lengths_are_those_in_the_loss() -> None:
@@ -327,3 +330,15 @@ def test_reinforce_from_one_response_raises_what_was_rewarded() -> None:
     loss = gk.policy_loss(logprobs, logprobs.detach(), credit.advantages, mask=mask, config=Plan.of(rl).loss).loss
     (gradient,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(gradient, -rewards[:, None].expand(4, 3) / mask.sum())
+
+
+def test_weights_of_an_engine_that_a_loss_cannot_use() -> None:
+    segments, rows = gk.LossConfig(ratio="segment_mean"), gk.LossConfig("vespo")
+    for loss, wrong, right in (
+        (segments, "token", "sequence"),
+        (rows, "geometric", "token"),
+        (rows, "sequence", "none"),
+    ):
+        engine.check_loss("rl", loss, gk.CorrectionConfig(weights=right))
+        with pytest.raises(ValueError, match=f"^rl.algorithm.correction: weights must be .*, got '{wrong}'; change it"):
+            engine.check_loss("rl", loss, gk.CorrectionConfig(weights=wrong))

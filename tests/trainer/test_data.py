@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import runpy
@@ -72,6 +73,22 @@ def test_values_are_read_as_they_are_written(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
     assert read_lines("x", str(tmp_path / "a.parquet"), "train") == rows
     assert len(list(tmp_path.iterdir())) == 4  # no cache beside the data
+
+
+def test_nan_is_an_absent_value(tmp_path: Path) -> None:
+    """As pandas writes it."""
+    (tmp_path / "a.jsonl").write_text('{"a": NaN, "b": -Infinity}\n')
+    assert read_lines("x", str(tmp_path / "a.jsonl"), "train") == [{"a": None, "b": -math.inf}]
+    table = pytest.importorskip("pyarrow").Table.from_pylist([{"a": math.nan, "b": [math.inf]}, {"a": 2.0, "b": None}])
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    want = [{"a": None, "b": [math.inf]}, {"a": 2.0, "b": None}]
+    assert read_lines("x", str(tmp_path / "a.parquet"), "train") == want
+
+
+def test_a_column_of_a_long_file_has_one_type(tmp_path: Path) -> None:
+    texts = ["prompt,answer", *(f"{'x' * 60},{i}" for i in range(30_000)), "y,last"]
+    (tmp_path / "a.csv").write_text("\n".join(texts))
+    assert {type(row["answer"]) for row in read_lines("x", str(tmp_path / "a.csv"), "train")} == {str}
 
 
 def test_names_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ front or collapse that is off by one; texts that actors return in another order,
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -19,7 +20,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from grpo_trainer import embed, evaluate, ray_pool
+from grpo_trainer import checkpoint, embed, evaluate, ray_pool, setup
 from grpo_trainer.diversity_measures import (
     collapse_point,
     distinct,
@@ -32,7 +33,7 @@ from grpo_trainer.diversity_measures import (
     self_bleu,
     words_of,
 )
-from grpo_trainer.embed import Embedder, distinct_texts, embed_all, hashed, load_embedder
+from grpo_trainer.embed import Embedder, distinct_texts, embed_all, hashed, load_embedder, resolve
 from grpo_trainer.ray_pool import EmbedderError
 from grpo_trainer.recipe import Evaluation, Reward, Rollout, Similarity
 from grpo_trainer.report.run_folder import Evaluated
@@ -65,8 +66,13 @@ def test_the_answer_is_embedded(settings: dict[str, Any], texts: list[str | None
 
 def test_embedders_of_rewards_are_those_of_the_run(tmp_path: Path) -> None:
     """So that a resumed run has the same ones, whatever is installed then."""
-    run = set_up(small.recipe(tmp_path, "rl.rewards=[{name: exact}, {name: diversity, options: {embedder: hashed}}]"))
-    assert run.embedders["rl.rewards.1"] == "hashed" and "rl.rewards.0" not in run.embedders
+    own = "rl.rewards=[{name: exact}, {name: diversity}]"
+    run = set_up(small.recipe(tmp_path, own, "evaluation.rewards=[{name: diversity, options: {embedder: hashed}}]"))
+    assert run.embedders == {"rl.rewards.1": resolve("auto")}
+    for key, is_refused in (("rl.rewards.1", True), ("evaluation.rewards.0", False)):  # which may change
+        state = checkpoint.State("rl", 1, None, {}, torch.get_num_threads(), {key: "another"}, run.data)
+        with pytest.raises(checkpoint.CheckpointError, match=key) if is_refused else contextlib.nullcontext():
+            setup._restore_environment(run, state)
 
 
 def test_empty_texts_are_equal() -> None:

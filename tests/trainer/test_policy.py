@@ -373,7 +373,7 @@ def test_a_model_is_on_its_device_before_a_policy_is_made_of_it(
     recipe = small.recipe(tmp_path, f"model.path={model}")
     for path in ("tiny", model):
         policy = set_up(small.recipe(tmp_path / "run", f"model.path={path}")).policy
-    assert checkpoint.restore_policy(recipe, checkpoint.State("rl", 1, None, {}, 1, {}), policy) is policy
+    assert checkpoint.restore_policy(recipe, checkpoint.State("rl", 1, None, {}, 1, {}, ""), policy) is policy
     Reference(policy, Model(reference_model_path=str(model)))
     policy.add_critic()
     assert seen == ["meta"] * 4

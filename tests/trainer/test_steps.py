@@ -17,8 +17,9 @@ import pytest
 import torch
 from grpo_trainer import response_map, sft
 from grpo_trainer import train as training
-from grpo_trainer.algorithm import Plan
+from grpo_trainer.algorithm import Plan, total_rewards
 from grpo_trainer.embed import load_embedder
+from grpo_trainer.evaluate import is_solved
 from grpo_trainer.metrics import loss_metrics
 from grpo_trainer.optimizer import lr_factor
 from grpo_trainer.policy import Policy, Reference
@@ -266,6 +267,14 @@ def test_failures_are_counted_where_they_may_be_skipped(tmp_path: Path) -> None:
     assert lines(tmp_path, "evaluations")[-1]["metrics"]["skipped"] == 8 / 2 + 2 * 8 / 2  # greedy and sampled
     assert step["rewards/skipped"] == 12 and math.isfinite(step["train/total_loss"])
     set_up(small.recipe(tmp_path, rewarded_by("needs_a_column", ", on_error: skip")))  # its failures are counted
+
+
+def test_a_perfect_response_is_solved_whatever_the_rounding_of_weights() -> None:
+    for weights in ([0.6, 0.3, 0.1], [0.7, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1]):
+        totals = total_rewards(
+            torch.ones(1, len(weights), dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
+        )
+        assert is_solved(totals, 1.0).all() and not is_solved(totals - 1e-6, 1.0).any()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import yaml
 
 pytest.importorskip("peft")
 
-from grpo_trainer import checkpoint, embed
+from grpo_trainer import checkpoint, embed, setup
 from grpo_trainer import train as training
 from grpo_trainer.algorithm import ALGORITHMS, WITH_CLUSTERS
 from grpo_trainer.checkpoint import CheckpointError, _binding, _refuse_other_recipe, last_folder
@@ -186,8 +186,7 @@ def test_events_recipe_and_checkpoints(run_of: Callable[[str], Path]) -> None:
     run = run_of("clusters")
     events = lines(run, "events")
     started = next(event for event in events if event["event"] == "started")
-    keys = ("rl.algorithm.similarity.embedder", "evaluation.embedder")
-    assert started["embedders"] == dict.fromkeys(keys, "hashed")
+    assert started["embedders"] == {}, "no embedder is auto"
     assert started["algorithm"].startswith("advantages: shrinkage=4.0; loss: kl=k3")
     outside = [set(similarity_warnings(step)) for step in steps(run)]
     warned = [event["of"] for event in events if "healthy" in event["event"]]
@@ -336,7 +335,7 @@ def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(tmp_path: Path, m
     assert sorted(path.name for path in folder.iterdir()) == ["rl-0", "rl-3"]
 
 
-def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
+def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small.recipe(tmp_path, *SHORT)
     train(recipe, resume=True)  # there is none: it starts
     with pytest.raises(FileExistsError, match=r"^output: must be a folder without a run, got .* with --resume"):
@@ -344,7 +343,15 @@ def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
     other = small.recipe(tmp_path, *SHORT, "rl.optimizer.lr=0.5", "seed=4")
     with pytest.raises(CheckpointError, match=r": rl.optimizer.lr is 0.001 there and 0.5 here, seed is 0 there and 4 "):
         train(other, resume=True)
-    train(small.recipe(tmp_path, *SHORT, "logging.every=2"), resume=True)
+    with pytest.raises(CheckpointError, match=r": evaluation.solved is 1.0 there and 0.5 here; resume"):
+        train(small.recipe(tmp_path, *SHORT, "evaluation.solved=0.5"), resume=True)  # another measure
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "digest", lambda splits: "another")
+        with pytest.raises(CheckpointError, match=r"rl-3: data: must have the lines of the original run, got others"):
+            train(recipe, resume=True)
+    train(small.recipe(tmp_path, *SHORT, "logging.every=2", "evaluation.every=1"), resume=True)
+    stored = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+    assert stored["logging"]["every"] == 2 and stored["evaluation"]["every"] == 1
     path = newest(tmp_path) / "model.safetensors"
     for damage in (lambda: path.write_bytes(path.read_bytes()[:-7]), path.unlink):
         damage()
@@ -381,7 +388,16 @@ def test_memory_of_an_engine_does_not_bind_and_lines_are_kept_whatever_their_tex
     """A run that ended for lack of memory can go on with more."""
     engine = "rl.rollout={engine: vllm, vllm: {cache_gib: %s, dtype: %s}}"
     stored = _binding(small.recipe(tmp_path, engine % (1.0, "float32")))
-    assert {path.partition(".")[0] for path in stored} == {"seed", "backend", "model", "data", "sft", "rl"}
+    measured = {path for path in stored if path.startswith("evaluation.")}
+    assert measured == {f"evaluation.{key}" for key in ("rewards", "solved", "solved_quantile", "embedder")}
+    assert {path.partition(".")[0] for path in stored.keys() - measured} == {
+        "seed",
+        "backend",
+        "model",
+        "data",
+        "sft",
+        "rl",
+    }
     same, other = (small.recipe(tmp_path, engine % (4.0, dtype)) for dtype in ("float32", "bfloat16"))
     _refuse_other_recipe(tmp_path, stored, same)
     key = r"rl\.rollout\.vllm\.dtype"
@@ -446,3 +462,20 @@ def test_reward_rises(tmp_path: Path) -> None:
     train(small.recipe(tmp_path, "evaluation.every=0", *(f"rl.{assignment}" for assignment in more)))
     rewards = [e["rewards/mean"] for e in steps(tmp_path)]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
+
+
+def test_a_removal_that_is_killed_leaves_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the next run would begin beside the old checkpoints, and resume from them."""
+    recipe = small.recipe(tmp_path, *SHORT)
+    checkpoint.start_run(recipe)
+    (tmp_path / "checkpoints" / "rl-9").mkdir(parents=True)
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint.shutil, "rmtree", killed)
+        checkpoint.start_run(recipe)
+    assert checkpoint.found_run(recipe) is not None
+    checkpoint.start_run(recipe)
+    assert checkpoint.last_folder(recipe) is None

@@ -103,9 +103,7 @@ def check_segments(trainer: Any) -> None:
     for name, (only, why) in _WITH_SEGMENTS.items():
         if (value := getattr(trainer, name)) != only:
             raise ValueError(f"FusedGRPOTrainer: {name} must be {only!r} with segments, {why}, got {value!r}")
-    args, is_alone = trainer.args, trainer.accelerator.num_processes == 1
-    rows = args.per_device_train_batch_size * args.steps_per_generation
-    evaluates_whole_groups = args.per_device_eval_batch_size % trainer.num_generations_eval == 0
+    args = trainer.args
     rules = [
         ("loss_type", trainer.loss_type, trainer.loss_type != "vespo", "must not be 'vespo' with segments"),
         (
@@ -115,22 +113,10 @@ def check_segments(trainer: Any) -> None:
             "must be 'sequence_mask' or 'sequence_truncate' with segments, whose term reads the weight of one token",
         ),
         (
-            "per_device_eval_batch_size",
-            args.per_device_eval_batch_size,
-            is_alone or args.eval_strategy == "no" or evaluates_whole_groups,
-            f"must hold whole groups of {trainer.num_generations_eval} with segments",
-        ),
-        (
             "use_bias_correction_kl",
             args.use_bias_correction_kl,
             trainer.beta == 0.0 or not args.use_bias_correction_kl,
             "must be False with segments and beta, as it weighs a token's KL by the token's ratio",
-        ),
-        (
-            "per_device_train_batch_size * steps_per_generation",
-            rows,
-            is_alone or rows % trainer.num_generations == 0,
-            f"must hold whole groups of {trainer.num_generations} with segments, as a prompt's mean is their baseline",
         ),
     ]
     for name, value, holds, rule in rules:

@@ -98,6 +98,12 @@ def flat(advantages: Tensor, size: int) -> Tensor:
     return (advantages.view(-1, size) == 0).all(1).repeat_interleave(size)
 
 
+def of_all(trainer: Any, *tokens: Tensor) -> list[Tensor]:
+    """The rows of all processes, padded to the longest completion."""
+    accelerator = trainer.accelerator
+    return [accelerator.gather(accelerator.pad_across_processes(values, dim=1)) for values in tokens]
+
+
 def own(trainer: Any, values: Tensor) -> Tensor:
     """This process's part of the values of all rows."""
     count: int = len(values) // trainer.accelerator.num_processes

@@ -238,7 +238,10 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         ).advantages
 
     def _add_segments(self, output: dict[str, Any], size: int, mode: str) -> None:
-        """Places rewards at the ends of completions. The baseline is a prompt's mean, as TRL has no critic."""
+        """Places rewards at the ends of completions. The baseline is a prompt's mean, as TRL has no critic.
+
+        Each process computes the segments of all, as their advantages are normalised over the whole batch.
+        """
         mask = counting.loss_mask(output)
         old = output.get("old_per_token_logps")
         if old is None:  # the policy has not changed since sampling
@@ -248,12 +251,14 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             output["old_per_token_logps"] = old
         sampled = output.get("sampling_per_token_logps", old)
         sampled = torch.where(sampled.isnan(), old, sampled)  # tokens that vLLM could not score
-        own_rewards = counting.own(self, self._scored)
-        totals = (own_rewards * self.reward_weights.to(own_rewards.device)).nansum(1)
+        width = mask.shape[1]
+        old, sampled, mask = counting.of_all(self, old, sampled, mask)
+        mask = mask.bool()
+        totals = (self._scored * self.reward_weights.to(self._scored.device)).nansum(1)
         at_end = torch.zeros_like(old)
         last = (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1, keepdim=True)
         at_end.scatter_(1, last, totals[:, None].to(at_end))
-        scored = mask & ~own_rewards.isnan().all(1)[:, None]
+        scored = mask & ~self._scored.isnan().all(1)[:, None]
         segments = gk.endpoint_segments(
             at_end,
             old,
@@ -264,13 +269,14 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             config=self.segments,
             backend=self.kernel_backend,
         )
-        output["advantages"], output["segment_ids"] = segments.advantages, segments.segment_ids
-        output[_SEGMENTS] = self.accelerator.gather((segments.segment_ids.amax(1) + 1).sum()).sum()
+        output["advantages"] = counting.own(self, segments.advantages)[:, :width]
+        output["segment_ids"] = counting.own(self, segments.segment_ids)[:, :width]
+        output[_SEGMENTS] = (segments.segment_ids.amax(1) + 1).sum()
+        output["num_items_in_batch"] = scored.sum()  # the others are in no segment, nor in the KL term
         for name, value in gk.segment_metrics(segments, size).items():
             self._metrics[mode][name].append(value)
         if self.threshold is not None and mode == "train":
-            group = torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
-            self.threshold.update(segments, group)
+            self.threshold.update(segments)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

@@ -259,7 +259,7 @@ def _of_segments(rewards: Tensor, mask: Tensor, index: Any, config: Any) -> tupl
     grouped = values is None or settings.norm == "prompt"
     threshold = thresholds.setdefault(settings, gk.SegmentThreshold(settings))
     segments = gk.endpoint_segments(
-        rewards,
+        _inside(rewards, mask),
         now,
         batch.get("rollout_log_probs", now),
         mask,
@@ -271,6 +271,17 @@ def _of_segments(rewards: Tensor, mask: Tensor, index: Any, config: Any) -> tupl
     threshold.update(segments)
     batch[SEGMENTS] = segments.segment_ids  # for the loss 'fused_segment'
     return segments.advantages.to(rewards.dtype), segments.returns.to(rewards.dtype)
+
+
+def _inside(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Moves rewards outside the mask to the last token before them inside it, as token_advantages carries them.
+
+    verl puts a score at the last token of a response, which may be a tool's or a rejected one.
+    """
+    is_inside = mask.bool()
+    before = torch.where(is_inside, torch.arange(rewards.shape[1], device=rewards.device), -1).cummax(1).values
+    counts = is_inside | (rewards.isfinite() & (before >= 0))
+    return torch.zeros_like(rewards).scatter_add(1, before.clamp(min=0), torch.where(counts, rewards, 0))
 
 
 def _ids(name: str, index: Any, rewards: Tensor) -> Tensor:

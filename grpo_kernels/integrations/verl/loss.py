@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -107,6 +108,12 @@ def fused_ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = No
         )
     if TOKENS in data and terms.counts_sessions:
         kwargs["weights"] = mask * terms.session_weights(data)[layout.rows]
+    if mode == "segment" and "is_weights" in kwargs:
+        _expect(
+            layout.are_equal_in_rows(kwargs["is_weights"], mask),
+            "rollout_is_weights must be those of sequences for loss_mode 'fused_segment', whose terms read the weight "
+            "of one token alone, got others; set algorithm.rollout_correction.rollout_is to 'sequence'",
+        )
     logprobs, old = layout.of_model(model_output["log_probs"]), layout.of_data(data["old_log_probs"])
     if mode == "session_gspo":
         old = _with_ratios_of_sessions(logprobs.detach(), old, mask, data, layout)
@@ -348,6 +355,15 @@ class _Layout:
             shape = (len(self.lengths), len(self.places))
             return value.to_padded_tensor(fill, output_size=shape) if value.is_nested else value
         return value.values() if value.is_nested else value[self.rows, self.places]
+
+    def are_equal_in_rows(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Whether the tokens of a row that are in the mask have one value."""
+        rows, values, mask = self.rows.expand(mask.shape).flatten(), values.flatten(), mask.flatten()
+        extremes = []
+        for absent, reduce in ((-math.inf, "amax"), (math.inf, "amin")):
+            start = torch.full((len(self.lengths),), absent, dtype=values.dtype, device=values.device)
+            extremes.append(start.scatter_reduce(0, rows, torch.where(mask, values, absent), reduce))
+        return (extremes[0] <= extremes[1]).all()
 
     def width(self) -> int:
         """Padded width of the responses, verl's divisor unless it is given a constant."""

@@ -74,8 +74,9 @@ class PolicyLossMetrics:
         if config.entropy_coef != 0:
             result["policy_loss"] = m["policy_loss"] + config.kl_coef * m["kl_loss"]
             result["entropy_coef"] = config.entropy_coef
-        low = m["low_clipped_rows"] / rows if is_per_row else m["low_clipped"] / tokens
-        high = m["high_clipped_rows"] / rows if is_per_row else m["high_clipped"] / tokens
+        clippable = self._clippable(m)
+        low = m["low_clipped_rows"] / rows if is_per_row else m["low_clipped"] / clippable
+        high = m["high_clipped_rows"] / rows if is_per_row else m["high_clipped"] / clippable
         if config.loss in ("clip", "geo_mean"):
             result |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
             result["clip_ratio/low_min"] = 0.0 if is_per_row and empty else m["low_clipped_min"]
@@ -94,13 +95,17 @@ class PolicyLossMetrics:
         if config.loss != "reinforce":
             result["actor/ppo_kl"] = -m["log_ratio_sum"] / tokens
         if config.loss not in ("reinforce", "dro"):
-            result["actor/pg_clipfrac"] = m["clipped"] / tokens
-            result["actor/pg_clipfrac_lower"] = m["dual_clipped"] / tokens
+            result["actor/pg_clipfrac"] = m["clipped"] / self._clippable(m)
+            result["actor/pg_clipfrac_lower"] = m["dual_clipped"] / self._clippable(m)
         if self._has_entropy:
             result["actor/entropy_loss"] = m["entropy_loss"]
         if config.kl != "none":
             result |= {"kl_loss": m["kl_loss"], "kl_coef": config.kl_coef}
         return result
+
+    def _clippable(self, m: dict[str, float]) -> float:
+        """Number of ratios that may be clipped: of segments where these have one, otherwise of tokens."""
+        return max(m["terms"] if self._config.ratio.startswith("segment") else m["tokens"], 1)
 
     def __repr__(self) -> str:
         return f"PolicyLossMetrics({', '.join(METRICS)})"

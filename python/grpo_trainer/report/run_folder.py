@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from grpo_trainer.evaluate import estimate_pass_at_k
+from grpo_trainer.evaluate import estimate_pass_at_k, is_solved
 from grpo_trainer.messages import nearest_file
 from grpo_trainer.recipe import EVALUATED_TOKENS
 
@@ -61,7 +61,7 @@ class Evaluated:
         return measures | {name: number(value) for name, value in line.get("measures", {}).items()}
 
     def _is_correct(self, reward: float) -> float:
-        return math.nan if math.isnan(reward) else float(reward >= self.solved)
+        return math.nan if math.isnan(reward) else float(is_solved(reward, self.solved))
 
 
 class RunFolder:

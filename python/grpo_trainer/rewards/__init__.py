@@ -225,6 +225,8 @@ def _grade(reward: LoadedReward, prompts: list[Prompt], texts: list[str], column
     except RewardError:  # a reward's own limit on failures
         raise
     except (Exception, SystemExit) as error:
+        if may_skip and len(texts) > 1 and scores_rows_alone(function):
+            return _joined([_grade(reward, [p], [t], row) for p, t, row in _rows(prompts, texts, columns)])
         if may_skip:
             return Graded([math.nan] * len(texts), {}, len(texts))
         given = f"; the data has the columns {', '.join(columns)}" if isinstance(error, TypeError) else ""
@@ -243,6 +245,24 @@ def _grade(reward: LoadedReward, prompts: list[Prompt], texts: list[str], column
     for i in bad:
         numbers[i] = math.nan
     return Graded(numbers, components, len(bad) + _counters(function).get("failed", 0))
+
+
+def scores_rows_alone(function: RewardFunction) -> bool:
+    """Whether a reward scores each response by itself, so that one that fails concerns no other."""
+    return isinstance(function, WeightedReward) and type(function).rows is WeightedReward.rows
+
+
+def _rows(
+    prompts: list[Prompt], texts: list[str], columns: dict[str, list[Any]]
+) -> Iterator[tuple[Prompt, str, dict[str, list[Any]]]]:
+    for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        yield prompt, text, {name: values[i : i + 1] for name, values in columns.items()}
+
+
+def _joined(rows: Sequence[Graded]) -> Graded:
+    names = dict.fromkeys(name for row in rows for name in row.components)
+    components = {name: [v for row in rows for v in row.components.get(name, [math.nan])] for name in names}
+    return Graded([row.values[0] for row in rows], components, sum(row.skipped for row in rows))
 
 
 def _within(seconds: float | None, call: Callable[[], T]) -> T:

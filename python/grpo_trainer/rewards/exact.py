@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +16,12 @@ class Exact(WeightedReward):
         return {"correct": 1.0}
 
     def parts(self, prompt: str, response: str, row: Mapping[str, Any]) -> Parts | None:
-        expected = row["answer"]
-        return None if expected is None else {"correct": float(answer_of(response) == as_text(expected))}
+        expected, answer = row["answer"], answer_of(response)
+        if expected is None:
+            return None
+        if isinstance(expected, float):
+            return {"correct": float(_number(answer) == expected)}
+        return {"correct": float(answer == str(expected).strip())}
 
 
 def answer_of(text: str) -> str | None:
@@ -24,6 +29,9 @@ def answer_of(text: str) -> str | None:
     return tail.strip() if mark else None
 
 
-def as_text(answer: object) -> str:
-    """Answer as text; files may hold numbers, and 4.0 is 4."""
-    return f"{answer:.0f}" if isinstance(answer, float) and answer.is_integer() else str(answer).strip()
+def _number(text: str | None) -> float:
+    """The value of an answer; in a file of decimal numbers 4.0 is 4 and 3.50 is 3.5."""
+    try:
+        return math.nan if text is None else float(text)
+    except ValueError:
+        return math.nan

@@ -239,7 +239,11 @@ def assert_like_reference(
     torch.testing.assert_close(got["counts"], gold["counts"])
     for leaf in op.leaves:
         assert got[f"d_{leaf}"].dtype == F32
-        assert_within_budget(got[f"d_{leaf}"], working[f"d_{leaf}"], gold[f"d_{leaf}"], leaf)
+        # A row's ratio and what multiplies it have ten roundings in turn (of sapo: two exponentials, a sigmoid's
+        # quotient and product, three factors), whose sum in the few rows of the reference may be small by luck.
+        most = float(gold[f"d_{leaf}"].abs().nan_to_num(posinf=0).max())
+        inherited = 6 * torch.finfo(F32).eps * most if config.ratio.startswith("sequence") else 0.0
+        assert_within_budget(got[f"d_{leaf}"], working[f"d_{leaf}"], gold[f"d_{leaf}"], leaf, inherited)
     # a sum can cancel, but its rounding is that of its terms; with advantages of one sign, terms do not cancel
     alike = run(op, inputs | {"advantages": -inputs["advantages"].abs()}, "reference", F64)["sums"]
     size = float(sum(alike[SUMS.index(name)].abs() for name in ("policy_loss", "kl_loss", "entropy_loss")))

@@ -315,3 +315,15 @@ def test_gradients_of_shared_positions_add_up_in_float32() -> None:
     config, index = gk.LossConfig(entropy_coef=1.0), torch.zeros(1000, 1, dtype=torch.int64)
     gk.policy_loss(logprobs, None, torch.ones(1000), term_index=index, entropy=entropy, config=config).loss.backward()
     assert (logprobs.grad, entropy.grad) == (-1, -1)
+
+
+def test_clip_fractions_of_segments_are_of_segments() -> None:
+    """Four segments of four tokens, of which one is clipped above, one below."""
+    segments = torch.arange(8).expand(2, 8) // 4
+    log_ratios = torch.tensor([[0.1] * 4 + [0.0] * 4, [0.0] * 4 + [-0.1] * 4])
+    config = gk.LossConfig(ratio="segment")
+    advantages = torch.tensor([[1.0] * 8, [-1.0] * 8])
+    metrics = gk.policy_loss(log_ratios, torch.zeros(2, 8), advantages, config=config, segments=segments).metrics
+    ours, theirs = metrics.trl(), metrics.verl()
+    assert ours["clip_ratio/high_mean"] == ours["clip_ratio/low_mean"] == 0.25
+    assert ours["clip_ratio/high_max"] == 0.5 and theirs["actor/pg_clipfrac"] == 0.5
