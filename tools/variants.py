@@ -125,7 +125,7 @@ COMPOSED = (
     ),
     Variant(
         "REAL",
-        "gk.variants.real_loss(logprobs, old_logprobs, rewards, groups)",
+        "gk.variants.real_loss(logprobs, old_logprobs, advantages, groups)",
         "arXiv 2602.05630, ms-swift",
         "variants/test_rows.py::test_published_formula",
     ),

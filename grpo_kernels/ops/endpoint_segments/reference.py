@@ -53,10 +53,11 @@ def forward(inputs: SegmentInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
     r, lp, old = flat
     valid = inputs.mask.reshape(-1).tolist()
     tokens = [[i for i in range(*row) if valid[i]] for row in rows]
-    if values is None:
+    flat_values = None if values is None else values.reshape(-1).double().tolist()
+    _check_finite(tokens, flat if flat_values is None else [*flat, flat_values])
+    if flat_values is None:
         v = _baseline(r, tokens, groups, gamma)
     else:
-        flat_values = values.reshape(-1).double().tolist()
         v = {i: flat_values[i] for row in tokens for i in row}
 
     advantage: dict[int, float] = {}
@@ -118,6 +119,15 @@ def _rows(rewards: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int]]:
         return list(itertools.pairwise(bounds.tolist()))
     width = rewards.shape[1]
     return [(b * width, (b + 1) * width) for b in range(rewards.shape[0])]
+
+
+def _check_finite(tokens: list[list[int]], inputs: list[list[float]]) -> None:
+    for number, row in enumerate(tokens):
+        if not all(math.isfinite(of_tokens[i]) for of_tokens in inputs for i in row):
+            raise RuntimeError(
+                "endpoint_segments: rewards, values and log-probs must be finite where the mask is True, got infinity "
+                f"or NaN in row {number}"
+            )
 
 
 def _baseline(r: list[float], tokens: list[list[int]], groups: Tensor | None, gamma: float) -> dict[int, float]:

@@ -64,6 +64,9 @@ def forward(inputs: GroupInputs) -> Results:
     """The op of rows that are a rollout each."""
     plan = Plan(*inputs.modes, *inputs.coefficients)
     rewards, subgroups, lengths, baselines = inputs.rewards, inputs.subgroups, inputs.lengths, inputs.baselines
+    dtype = rewards.dtype
+    if plan.scale == SCALE_LEAVE_ONE_OUT_STD:  # in float32 a difference of squares hides that the others are equal
+        rewards = rewards.double()
     columns = rewards if rewards.dim() == 2 else rewards[:, None]
     factors = inputs.weights or [1.0] * columns.shape[1]
     weight = torch.cat([columns.new_full((1,), factor) for factor in factors])  # without a copy to a GPU
@@ -105,7 +108,7 @@ def forward(inputs: GroupInputs) -> Results:
     advantages = torch.where(live & scored, advantages, 0)
     if plan.clip < math.inf:
         advantages = advantages.clamp(-plan.clip, plan.clip)
-    return advantages, stats.mean, std, stats.count.to(torch.int32), ~live
+    return advantages.to(dtype), stats.mean.to(dtype), std.to(dtype), stats.count.to(torch.int32), ~live
 
 
 def _normalize(

@@ -94,8 +94,9 @@ def _tokens(batch: Batch, bound: float) -> _Tokens:
     log_ratio = old - sampling
     limited = log_ratio.clamp(-bound, bound)
     count = rows.counts(valid)
-    k3 = torch.expm1(limited) - limited
-    product = _total(rows, log_ratio)
+    k3 = torch.where(limited == math.inf, math.inf, torch.expm1(limited) - limited)
+    most = math.sqrt(torch.finfo(old.dtype).max)  # so that impossible tokens of both sides are no NaN
+    product = _total(rows, log_ratio.clamp(-most, most))
     return _Tokens(
         rows, valid, scored, old, sampling, log_ratio, limited, k3, count, count > 0, count.clamp(min=1), product
     )

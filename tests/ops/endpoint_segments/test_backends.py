@@ -134,9 +134,10 @@ def test_a_row_that_is_not_finite_is_named(name: str, is_packed: bool) -> None:
         holes = batch | {"mask": batch["mask"].index_fill(1, torch.tensor(3), False)}
         spoilt, valid = (packed(rows)[0] if is_packed else rows for rows in (batch, holes))
         rule = "^endpoint_segments: rewards, values and log-probs must be finite where the mask is True.* row 2"
-        with pytest.raises(RuntimeError, match=rule):
-            run(spoilt, config_of(), "cpu")
-        assert run(valid, config_of(), "cpu")["advantages"].isfinite().all()
+        for backend in ("cpu", "reference"):
+            with pytest.raises(RuntimeError, match=rule):
+                run(spoilt, config_of(), backend)
+            assert run(valid, config_of(), backend)["advantages"].isfinite().all()
 
 
 @in_cuda

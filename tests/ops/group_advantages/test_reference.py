@@ -237,3 +237,10 @@ def test_keys_are_numbered_by_first_appearance() -> None:
     assert gk.group_ids(torch.tensor([7, 7, 9, 7])).tolist() == [0, 0, 1, 0]
     assert got.dtype == gk.group_ids([]).dtype == torch.int64 and gk.group_ids([]).shape == (0,)
     assert gk.group_ids(["a"], device="meta").device.type == "meta"
+
+
+@pytest.mark.parametrize("rewards", [[0.7, 0.7, 0.7, 0.1], [0.1] * 5 + [0.9]])
+def test_equal_others_divide_by_nothing_in_float32(rewards: list[float]) -> None:
+    result = gk.group_advantages(torch.tensor(rewards), len(rewards), config="nemo-grpo", backend="reference")
+    assert float(result.advantages[-1]) == pytest.approx(rewards[-1] - rewards[0], rel=1e-5)
+    assert result.advantages.dtype == result.mean.dtype == result.std.dtype == torch.float32

@@ -249,3 +249,17 @@ def test_nothing_to_correct() -> None:
     metrics = gk.sampling_correction(old, old, mask=torch.zeros_like(old), config=OF_BATCH).metrics
     assert metrics.to_dict()["tokens"] == 0 and metrics.to_dict("verl") == {}
     assert metrics.to_dict("trl")["sampling/sampling_logp_difference/mean"] == 0
+
+
+def test_impossible_tokens_are_rejected_and_cancel() -> None:
+    old, sampling = torch.tensor([[-1.0, -1.0, -1.0]]), torch.tensor([[-1.0, -math.inf, -1.2]])
+    for statistic in ("token_k3", "seq_mean_k3", "seq_max_k3"):
+        config = gk.CorrectionConfig(log_ratio_bound=None, rejections=((statistic, None, 1.0),))
+        assert not gk.sampling_correction(old, sampling, config=config).mask[0, 1], statistic
+    old = torch.tensor([[-1.0, -math.inf, -1.0]])
+    sampling = torch.tensor([[-math.inf, -1.0, -1.2]])
+    for weights in ("sequence", "geometric"):
+        config = gk.CorrectionConfig(weights=weights, weight_max=2.0)
+        assert gk.sampling_correction(old, sampling, config=config).weights.isfinite().all()
+    config = gk.CorrectionConfig(weights="geometric", rejections=(("seq_mean_k1", -0.05, 0.05),))
+    assert not gk.sampling_correction(old, sampling, config=config).mask.any()
