@@ -267,7 +267,8 @@ def test_heads_that_are_more_than_lora_are_refused(patched: None, options: dict[
     model.train()
     with pytest.raises(ValueError, match=f"patch_trl: .*{reason}.*; got "):
         fused(model)
-    if "lora_dropout" in options:  # which evaluation does not apply
+    if "lora_dropout" in options:  # which evaluation does not apply, and disable_dropout takes away
+        assert not isinstance(model.get_output_embeddings(), adapters._Refused)
         model.eval()
         torch.testing.assert_close(fused(model), from_logits(model), rtol=1e-5, atol=1e-5)
 

@@ -42,7 +42,9 @@ def mask() -> Tensor:
     return torch.arange(max(LENGTHS)) < lengths[:, None]
 
 
-def rollouts_of(names: Sequence[Any] | None, rewards: Sequence[float | None] = REWARDS) -> Callable[..., Any]:
+def rollouts_of(
+    names: Sequence[Any] | None, rewards: Sequence[float | None] = REWARDS, lengths: Sequence[int] = LENGTHS
+) -> Callable[..., Any]:
     """A rollout_func. Prompts are numbered within a process, so that other processes have the same ids."""
 
     def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -53,9 +55,9 @@ def rollouts_of(names: Sequence[Any] | None, rewards: Sequence[float | None] = R
         tokens = torch.randint(3, len(tiny_trl.WORDS), (16, max(LENGTHS)), generator=random).tolist()
         output: dict[str, Any] = {
             "prompt_ids": [tiny_trl.tokenizer()(prompt)["input_ids"] for prompt in prompts],
-            "completion_ids": [tokens[row][: LENGTHS[row]] for row in rows],
+            "completion_ids": [tokens[row][: lengths[row]] for row in rows],
             "logprobs": None,
-            "env_mask": [[int(row not in MASKED)] * LENGTHS[row] for row in rows],
+            "env_mask": [[int(row not in MASKED)] * lengths[row] for row in rows],
             "score": [rewards[row] for row in rows],
         }
         if names is not None:
@@ -68,7 +70,7 @@ def rollouts_of(names: Sequence[Any] | None, rewards: Sequence[float | None] = R
 def trainer_of(folder: Path, names: Sequence[Any] | None = ROLLOUTS, changes: Any = None, **options: Any) -> Any:
     """A trainer of generation batches of these 16 rows."""
     settings = {"scale_rewards": "none", "use_bias_correction_kl": False, "optim": "sgd", **(changes or {})}
-    rollouts = rollouts_of(names, options.pop("rewards", REWARDS))
+    rollouts = rollouts_of(names, options.pop("rewards", REWARDS), options.pop("lengths", LENGTHS))
     rewards = [lambda completions, score, **_: score]
     return tiny_trl.trainer(folder, changes=settings, reward_funcs=rewards, rollout_func=rollouts, **options)
 

@@ -341,10 +341,12 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         setattr(odd.config, name, value)
         with pytest.raises((TypeError, ValueError), match=message):
             with_backend(odd)
-    module = with_backend(model())
+    module, ids = with_backend(model()), torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="inputs must be text, got 'pixel_values', which verl's fused forward of this"):
+        module(input_ids=ids, pixel_values=torch.ones(1, 3), return_dict=True)  # read by no forward of text models
     monkeypatch.setattr(_head, "get_ulysses_sequence_parallel_world_size", lambda: 2)
     with pytest.raises(ValueError, match="shift_labels must be given with Ulysses sequence parallelism"):
-        module(input_ids=torch.ones(1, 4, dtype=torch.long), return_dict=True)
+        module(input_ids=ids, return_dict=True)
 
 
 # ------------------------------------------------------------------------------- what transformers does with its logits

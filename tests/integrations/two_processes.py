@@ -71,10 +71,15 @@ def of_rollouts(per_device: int) -> list[list[dict[str, Any]]]:
 
 
 def of_segments(per_device: int) -> list[dict[str, float]]:
-    """The logs of two steps with segments; half of the completions have no reward, and no part in the loss."""
+    """The logs of two steps with segments; half of the completions have no reward, and no part in the loss.
+
+    The longest completions of the two processes differ.
+    """
     changes = {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": 4, "max_steps": 2}
     segments = gk.SegmentConfig(group_max_size=3)
-    trainer = test_trl_rollouts.trainer_of(Path(tempfile.mkdtemp()), None, changes, segments=segments)
+    lengths = [min(length, 7 if row < 8 else 5) for row, length in enumerate(test_trl_rollouts.LENGTHS)]
+    folder = Path(tempfile.mkdtemp())
+    trainer = test_trl_rollouts.trainer_of(folder, None, changes, segments=segments, lengths=lengths)
     trainer.train()
     logs = trainer.state.log_history[:-1]
     return [{k: entry[k] for k in entry if k in ("loss", "grad_norm") or k.startswith("group/")} for entry in logs]

@@ -119,14 +119,17 @@ def _active(head: Any) -> list[str]:
     return [name for name in head.active_adapters if name in head.lora_A]
 
 
-def _refuse(head: Any) -> None:
-    reason = _refusal(head)
+def _refuse(head: Any, is_running: bool = True) -> None:
+    reason = _refusal(head, is_running)
     if reason:
         raise ValueError(f"patch_trl: {reason}, which the fused head does not compute; got {type(head).__name__}")
 
 
-def _refusal(head: Any) -> str:
-    """Why this head is not a matrix product with at most one adapter of LoRA; empty if it is."""
+def _refusal(head: Any, is_running: bool) -> str:
+    """Why this head is not a matrix product with at most one adapter of LoRA; empty if it is.
+
+    A trainer's disable_dropout holds only once the model runs.
+    """
     if isinstance(head, AuxiliaryTrainingWrapper) and not isinstance(head, ModulesToSaveWrapper):
         return "the LM head must not train single tokens"
     if not isinstance(head, BaseTunerLayer):
@@ -143,14 +146,14 @@ def _refusal(head: Any) -> str:
             return f"the adapter {name!r} of the LM head must be plain LoRA, without DoRA or another variant"
         if head.lora_B[name].bias is not None or head.fan_in_fan_out:
             return f"the adapter {name!r} of the LM head must have no bias and no transposed weight"
-        if head.training and getattr(head.lora_dropout[name], "p", 0) > 0:
+        if is_running and head.training and getattr(head.lora_dropout[name], "p", 0) > 0:
             return f"the adapter {name!r} of the LM head must have lora_dropout=0"
     return ""
 
 
 class _RefusedType(type):
     def __instancecheck__(cls, instance: Any) -> bool:
-        _refuse(instance)  # with the reason, which TRL's own error does not have
+        _refuse(instance, is_running=False)  # with the reason, which TRL's own error does not have
         return False
 
 

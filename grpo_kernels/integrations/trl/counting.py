@@ -99,7 +99,7 @@ def flat(advantages: Tensor, size: int) -> Tensor:
 
 
 def of_all(trainer: Any, *tokens: Tensor) -> list[Tensor]:
-    """The rows of all processes, padded to the longest completion."""
+    """The rows of all processes, padded to the longest completion; accelerate would pad booleans as integers."""
     accelerator = trainer.accelerator
     return [accelerator.gather(accelerator.pad_across_processes(values, dim=1)) for values in tokens]
 

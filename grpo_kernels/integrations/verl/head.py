@@ -28,6 +28,8 @@ _THEIR_BACKENDS = ("torch", "triton", "liger")
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _SCALING = "logits_scaling"
+# parts of the names of a model's inputs beside text
+_MEDIA = ("pixel", "image", "video", "audio", "input_features")
 # Chameleon sets the logits of image tokens to the least number, which verl's fused path leaves out.
 _UNSUPPORTED_MODELS = ("chameleon",)
 
@@ -132,6 +134,7 @@ def _with_options(forward: Callable[..., Any]) -> Callable[..., Any]:
                 f"{_WHERE}: shift_labels must be given with Ulysses sequence parallelism, as a rank "
                 "does not hold the token after its last one, got None"
             )
+        _check_inputs(forward, options)
         _check_head(self)
         token = _OPTIONS.set(head_options(self))
         module = sys.modules[forward.__module__]
@@ -146,6 +149,18 @@ def _with_options(forward: Callable[..., Any]) -> Callable[..., Any]:
                 module.DTensor = theirs  # type: ignore[attr-defined]
 
     return with_options
+
+
+def _check_inputs(forward: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Refuses what verl's forward of text models takes and does not read."""
+    if not forward.__module__.endswith("dense_common"):
+        return
+    for name, value in options.items():
+        if value is not None and any(part in name for part in _MEDIA):
+            raise ValueError(
+                f"{_WHERE}: the model's inputs must be text, got {name!r}, which verl's fused forward of this "
+                "model_type ignores; set use_fused_kernels=False"
+            )
 
 
 class _Never:

@@ -258,13 +258,13 @@ def apply(
     """
     if backend == "reference":
         return _reference.forward(head, teacher)
-    chunking = Chunking.of(teacher.shares, head, chunk_size)
+    chunking, rest = Chunking.of(teacher.shares, head, chunk_size), head.without_factors()
 
     def compute(
         factors: tuple[Tensor | None, ...], needs: list[bool], upstream: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         own = teacher if upstream is None else dataclasses.replace(teacher, shares=teacher.shares * upstream)
-        inputs = Distillation(head.with_factors(*factors), own, chunking, needs)
+        inputs = Distillation(rest.with_factors(*factors), own, chunking, needs)
         if torch.compiler.is_compiling():
             return cast(tuple[Tensor, ...], LOSS(backend, inputs))
         return forward(backend, inputs, into)

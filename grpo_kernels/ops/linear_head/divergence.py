@@ -113,24 +113,24 @@ def categories(
 
 def divergence(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> Tensor:
     """The part of each category; NaN stays."""
-    exists = log_p != -math.inf
+    exists = (log_p != -math.inf) | (log_q != -math.inf)
     log_p, log_q = torch.where(exists, log_p, 0), torch.where(exists, log_q, 0)
-    p, (q, finite) = log_p.exp(), student(log_q)
+    (p, finite_p), (q, finite_q) = probabilities(log_p), probabilities(log_q)
     if kind == FORWARD_KL:
-        part = p * (log_p - log_q)
+        part = torch.where(p == 0, 0, p * (finite_p - log_q))
     elif kind == REVERSE_KL:
-        part = q * (finite - log_p)
+        part = q * (finite_q - log_p)
     else:
         log_m = mixture(log_p, log_q, beta)
-        part = beta * p * (log_p - log_m) + (1 - beta) * q * (finite - log_m)
+        part = beta * p * (finite_p - log_m) + (1 - beta) * q * (finite_q - log_m)
     return torch.where(exists, part, 0)
 
 
 def slopes(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> Tensor:
     """The derivative of the divergence by the log-probability of each category of the student."""
-    exists = log_p != -math.inf
+    exists = (log_p != -math.inf) | (log_q != -math.inf)
     log_p, log_q = torch.where(exists, log_p, 0), torch.where(exists, log_q, 0)
-    p, (q, finite) = log_p.exp(), student(log_q)
+    (p, _), (q, finite) = probabilities(log_p), probabilities(log_q)
     if kind == FORWARD_KL:
         result = -p
     elif kind == REVERSE_KL:
@@ -140,10 +140,10 @@ def slopes(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> Tensor:
     return torch.where(exists, result, 0)
 
 
-def student(log_q: Tensor) -> tuple[Tensor, Tensor]:
+def probabilities(logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """Probabilities, and their logarithms with 0 for that of 0, so that their product is 0 and not NaN."""
-    has_any = log_q != -math.inf
-    finite = torch.where(has_any, log_q, 0)
+    has_any = logprobs != -math.inf
+    finite = torch.where(has_any, logprobs, 0)
     return torch.where(has_any, finite.exp(), 0), finite
 
 

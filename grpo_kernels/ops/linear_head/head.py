@@ -220,6 +220,10 @@ class Head:
         assert hidden is not None and weight is not None
         return dataclasses.replace(self, hidden=hidden, weight=weight, bias=bias, lora_a=lora_a, lora_b=lora_b)
 
+    def without_factors(self) -> Head:
+        """The rest of the head, for with_factors(), so that what holds it does not hold the factors."""
+        return self.with_factors(*(None if value is None else value.new_empty(0) for value in self.factors))
+
     def without(self, is_ignored: Tensor) -> Head:
         """Replaces numbers of ignored tokens, because NaN there times a gradient of 0 would be NaN."""
         temperature = None if self.row_temperature is None else torch.where(is_ignored, 1, self.row_temperature)

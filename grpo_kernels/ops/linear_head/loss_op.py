@@ -136,8 +136,10 @@ class _Batch:
         backend = policy_loss.beside(self.products.backend, self.logprobs.device, self.logprobs.dtype)
         inputs = PolicyInputs(self._by_term(self.logprobs), entropy, policy, self.chunking.needs_entropy_gradient)
         loss, metrics, *by_term = policy_loss.apply_with_gradients(backend, inputs)
-        by_logprob, by_entropy = map(self._by_row, by_term)
-        return loss, metrics, by_logprob, by_entropy
+        by_logprob, by_entropy = by_term
+        if self.chunking.needs_entropy_gradient:  # otherwise there is none
+            by_entropy = self._by_row(by_entropy)
+        return loss, metrics, self._by_row(by_logprob), by_entropy
 
     def _by_term(self, values: Tensor) -> Tensor:
         index, shape = self.chunking.term_index, self.chunking.shape
@@ -145,7 +147,7 @@ class _Batch:
 
     def _by_row(self, by_term: Tensor) -> Tensor:
         index = self.chunking.term_index
-        if index is None or by_term.numel() == 0:
+        if index is None:
             return by_term
         return shared_positions.add_up(by_term, index, len(self.logprobs))
 

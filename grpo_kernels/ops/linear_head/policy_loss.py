@@ -338,7 +338,7 @@ def _participants(
     index: Tensor | None,
 ) -> tuple[Layout, Tensor, Head]:
     """The layout of the loss, which of its tokens take part, and the head whose other targets are ignored."""
-    device = head.hidden.device
+    device, targets = head.hidden.device, head.targets.view(targets.shape)  # int64, which holds the ignored one
     if index is None:
         layout = Layout(_OP, targets.shape, head.wide, device, cu_seqlens)
         takes_part = participants(_OP, targets, mask, cu_seqlens, segments)

@@ -188,11 +188,11 @@ def _per_token(
 def _check_values(op: str, ids: Tensor, logprobs: Tensor, counts: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """Both as [N, k], log-probs in float64. A GPU checks the values when its stream gets there."""
     most = _MOST.get(logprobs.dtype, 1e-3)
-    logprobs = logprobs.detach().double()
+    ids, logprobs = ids.long(), logprobs.detach().double()
     is_used = ids != ABSENT
     columns = len(head.weight)
     counts = counts.view(ids.shape[:-1])
-    ordered = torch.where(is_used, ids.long(), -1 - torch.arange(ids.shape[-1], device=ids.device)).sort(-1).values
+    ordered = torch.where(is_used, ids, -1 - torch.arange(ids.shape[-1], device=ids.device)).sort(-1).values
     mass = torch.where(is_used, logprobs, -math.inf).logsumexp(-1)
     is_outside = is_used & ((ids < 0) | (ids >= columns))
     faults = [
@@ -202,7 +202,7 @@ def _check_values(op: str, ids: Tensor, logprobs: Tensor, counts: Tensor, head: 
         ("logprobs", "be of probabilities that add up to at most 1", mass > most),
     ]
     if head.banned is not None:
-        banned = (is_used & is_banned(ids.long().contiguous(), head.banned)).any(-1)
+        banned = (is_used & is_banned(ids.contiguous(), head.banned)).any(-1)
         faults.append(("ids", "not be banned by the head; -1 leaves a slot unused", banned))
     for field, rule, is_wrong in faults:
         is_wrong = is_wrong & counts
@@ -214,7 +214,7 @@ def _check_values(op: str, ids: Tensor, logprobs: Tensor, counts: Tensor, head: 
             raise ValueError(f"{op}: teacher.{field} must {rule}, got {value.tolist()} of token {token}")
     # whatever stands where nothing counts must not reach an index
     is_used = is_used & counts[..., None]
-    ids = torch.where(is_used, ids.long().clamp(0, columns - 1), ABSENT)
+    ids = torch.where(is_used, ids.clamp(0, columns - 1), ABSENT)
     return ids.flatten(0, -2).contiguous(), torch.where(is_used, logprobs, 0).flatten(0, -2).contiguous()
 
 

@@ -160,6 +160,15 @@ def test_log_probs_of_bfloat16_are_those_of_probabilities() -> None:
         assert gk.linear_distillation_loss(hidden, weight, teacher).loss.isfinite()
 
 
+@pytest.mark.parametrize(("dtype", "columns"), [(torch.uint8, 256), (torch.uint8, 1023), (torch.int8, 128)], ids=str)
+def test_ids_of_few_bits(dtype: torch.dtype, columns: int) -> None:
+    """-1, an unused slot, is 255 in a byte, and numbers of columns are beyond their range."""
+    hidden, weight = torch.randn(1, 3), torch.randn(columns, 3, requires_grad=True)
+    ids, logprobs = torch.tensor([[min(columns, 256) - 1, 3]]), torch.tensor([[-1.0, -2.0]])
+    losses = [gk.linear_distillation_loss(hidden, weight, gk.Teacher(of, logprobs)).loss for of in (ids, ids.to(dtype))]
+    assert torch.equal(*losses)
+
+
 @pytest.mark.parametrize("normalizer", [torch.tensor(0), torch.tensor(1.0)], ids=str)
 def test_a_count_of_0_counts_as_1(normalizer: torch.Tensor) -> None:
     hidden, weight = torch.randn(1, 3), torch.randn(5, 3, requires_grad=True)
@@ -213,6 +222,20 @@ def test_equal_heads_have_no_divergence(backend: str, kind: str) -> None:
     same = {f"teacher_{name}": inputs[name] for name in ("hidden", "weight", "bias", "softcap", "logit_scale")}
     got = run(op_of(inputs), inputs | same, backend, F32)
     assert got["divergence"].abs().max() < 2e-7 and got["d_hidden"].abs().max() < 1e-6
+
+
+@every_kind
+@on_exact
+def test_ids_that_the_teacher_never_chooses_count(backend: str, kind: str) -> None:
+    """A probability of 0 is the limit of small ones, whose reverse KL is infinite."""
+    small = cases.draw("bias", "whole", columns=40, kind=kind)
+    none = small | {"teacher_bias": small["teacher_bias"].clone()}
+    small["teacher_bias"][3:5], none["teacher_bias"][3:5] = -1e3, -math.inf
+    want, got = (run(op_of(inputs), inputs, backend, F64) for inputs in (small, none))
+    if kind == "reverse_kl":
+        assert (got["divergence"] == math.inf).any()
+    else:
+        assert_close(got, want, rtol=1e-11, atol=1e-13)
 
 
 @every_kind

@@ -10,6 +10,7 @@ matrices that are not aligned; a product that does not fit its memory.
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels import registry
 from grpo_kernels.ops.linear_head import chunks, sizes
-from tests.harness import device_of, runnable_backends
+from tests.harness import device_of, needs_cpu_kernels, runnable_backends
 from tests.ops.linear_head import cases, distillation_cases, heads
 from tests.ops.linear_head.heads import BF16, F32, F64, IGNORED, LEAVES, SUPPORTS
 from tests.ops.promises import Inputs, evaluated, placed
@@ -265,3 +266,18 @@ def test_a_scaled_loss_keeps_small_gradients_in_float16(backend: str, what: str)
     for got, gold in zip(found[torch.float16], found[F64], strict=True):
         assert float(gold.abs().max()) < torch.finfo(torch.float16).tiny
         assert float((got - gold).norm()) <= 2 * torch.finfo(torch.float16).eps * float(gold.norm())
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_distillation_in_float16_frees_its_hidden_states(is_whole: bool) -> None:
+    """Although its backward computes the loss again."""
+    leaf, weight = torch.randn(4, 8).half().requires_grad_(), torch.randn(30, 8).half()
+    hidden = leaf * 1
+    alive = weakref.ref(hidden)
+    ids, logprobs = torch.arange(2).expand(4, 2), torch.full((4, 2), -2.0)
+    teacher = gk.Teacher(hidden=torch.randn(4, 8).half(), head=weight) if is_whole else gk.Teacher(ids, logprobs)
+    loss = gk.linear_distillation_loss(hidden, weight, teacher).loss
+    del hidden
+    loss.backward()
+    assert loss.isfinite() and leaf.grad is not None and alive() is None

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+import grpo_kernels as gk
 from grpo_kernels import backends
 from tests.harness import assert_within_budget, examples, needs_cpu_kernels
 from tests.ops.linear_head import distillation_cases as distillation
@@ -103,6 +104,27 @@ def test_no_token_takes_part(backend: str, name: str, memory: str) -> None:
     for changes in ({"mask": torch.zeros(shape)}, {"targets": torch.full(shape, -100)}):
         got = case.run(backend, **changes)
         assert got["loss"] == 0 and not any(got[f"d_{leaf}"].any() for leaf in case.op.leaves)
+
+
+@both_memories
+@pytest.mark.parametrize("name", ["grpo", "entropy"])
+@on_exact
+def test_no_term_of_some_positions(backend: str, name: str, memory: str) -> None:
+    case = problem(name, "bias", "shared", memory=memory)
+    per_term = ("advantages", "old_logprobs", "mask", "term_index")
+    empty = {key: case.inputs[key][:0] for key in per_term}
+    got = case.run(backend, **empty, compact=False)
+    assert got["loss"] == 0 and not any(got[f"d_{leaf}"].any() for leaf in case.op.leaves)
+
+
+def test_targets_of_bytes_may_be_any_id() -> None:
+    """-100, which is ignored, would be 156 among them."""
+    hidden, weight = torch.randn(1, 4, 3), torch.randn(256, 3, requires_grad=True)
+    targets, old = torch.tensor([[156, 3, 5, 9]]), torch.zeros(1, 4)
+    losses = [
+        gk.linear_policy_loss(hidden, weight, of, old, torch.ones(1)).loss for of in (targets, targets.to(torch.uint8))
+    ]
+    assert torch.equal(*losses)
 
 
 @needs_cpu_kernels

@@ -183,6 +183,22 @@ def test_a_graph_for_any_number_of_tokens() -> None:
         torch.testing.assert_close(got, torch.autograd.grad(loss(hidden, targets), hidden), rtol=1e-5, atol=1e-5)
 
 
+def test_a_graph_of_packed_rows_with_ratios_of_sequences() -> None:
+    """In several chunks, whose bounds would depend on the lengths."""
+    torch.compiler.reset()
+    hidden, weight, targets = torch.randn(12, 5), torch.randn(9, 5, requires_grad=True), torch.randint(9, (12,))
+    config, bounds = gk.LossConfig(ratio="sequence"), torch.tensor([0, 5, 12])
+
+    def loss(hidden: Tensor) -> Tensor:
+        old, advantages = torch.full((12,), -2.0), torch.tensor([1.0, -1.0])
+        options = {"config": config, "cu_seqlens": bounds, "chunk_size": 4}
+        return gk.linear_policy_loss(hidden, weight, targets, old, advantages, **options).loss
+
+    compiled = torch.compile(loss, fullgraph=True, backend="eager")
+    got, want = (torch.autograd.grad(call(hidden), weight)[0] for call in (compiled, loss))
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif("triton" not in heads.KERNELS, reason="needs Triton")
 def test_a_graph_without_the_cuda_kernel_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
