@@ -36,8 +36,7 @@ _LISTED = 8  # differences that an error lists
 # what may change when a run is resumed
 MAY_CHANGE = (
     *("name", "output", "threads", "distributed", "logging", "checkpoints"),
-    *(f"evaluation.{key}" for key in ("every", "prompts", "test_prompts", "batch", "samples", "temperature", "pass_k")),
-    "evaluation.max_completion_length",
+    *(f"evaluation.{key}" for key in ("every", "prompts", "test_prompts", "batch", "samples", "pass_k")),
     *(f"rl.rollout.vllm.{key}" for key in MEMORY_KEYS),
 )
 
@@ -56,7 +55,7 @@ class State:
     scaler: dict[str, float]  # of the losses with fp16, else empty
     threads: int
     embedders: dict[str, str]  # those that "auto" stood for, by recipe key
-    data: str  # digest of the lines
+    data: str = ""  # digest of the lines; unknown for version 0.1
 
 
 # Runs
@@ -124,7 +123,7 @@ def load_last(recipe: Recipe) -> State | None:
         return None
     content = _read_state(folder)
     _refuse_other_recipe(folder, content["recipe"], recipe)
-    return State(**{field.name: content[field.name] for field in dataclasses.fields(State)})
+    return State(**{field.name: content[field.name] for field in dataclasses.fields(State) if field.name in content})
 
 
 def folder_of(recipe: Recipe, phase: str, step: int) -> Path:
@@ -273,7 +272,11 @@ def _checkpoints(recipe: Recipe) -> list[Path]:
 def _read_state(folder: Path) -> dict[str, Any]:
     with _explaining_damage(folder):
         content: dict[str, Any] = json.loads((folder / "state.json").read_text())
-        return {name: content[name] for name in ("optimizer_steps", "recipe", *State.__dataclass_fields__)}
+        needed = [field.name for field in dataclasses.fields(State) if field.default is dataclasses.MISSING]
+        missing = next((name for name in ("optimizer_steps", "recipe", *needed) if name not in content), None)
+        if missing is not None:
+            raise KeyError(missing)
+        return content
 
 
 @contextlib.contextmanager
@@ -297,6 +300,8 @@ def _binding(recipe: Recipe) -> dict[str, Any]:
 
 def _refuse_other_recipe(folder: Path, stored: Mapping[str, Any], recipe: Recipe) -> None:
     own = json.loads(to_json(_binding(recipe)))
+    if not any(path.startswith("evaluation.") for path in stored):  # by version 0.1, where all of it was free
+        own = {path: value for path, value in own.items() if not path.startswith("evaluation.")}
     paths = [path for path in sorted({*stored, *own}) if stored.get(path) != own.get(path)]
     if paths:
         values = [(path, stored.get(path), own.get(path)) for path in paths[:_LISTED]]

@@ -373,7 +373,7 @@ def _start_logs(run: Run, phase: str, step: int) -> None:
 def _restore_environment(run: Run, state: checkpoint.State) -> None:
     """Restores or compares what affects the results and is not in the recipe: lines, threads, "auto" embedders."""
     recipe, folder = run.recipe, checkpoint.folder_of(run.recipe, state.phase, state.step)
-    if run.data != state.data:
+    if state.data and run.data != state.data:
         raise checkpoint.CheckpointError(
             f"{folder}: data: must have the lines of the original run, got others; restore them, or train with these "
             "in another output, or from the start with --fresh"

@@ -75,8 +75,13 @@ def no_usable_line(of: str, left_out: Sequence[str]) -> str:
 
 
 def digest(splits: Splits) -> str:
-    """A hash of all lines, by which a resumed run knows its data; of values that JSON lacks it has the type."""
-    text = json.dumps(vars(splits), default=lambda value: type(value).__name__)
+    """A hash of all lines, by which a resumed run knows its data; of objects such as images it has the type."""
+
+    def shown(value: object) -> str:
+        text = repr(value)
+        return type(value).__name__ if " at 0x" in text else text
+
+    text = json.dumps(vars(splits), default=shown)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
@@ -251,8 +256,11 @@ def _read_csv(path: Path) -> list[Item]:
 def _read_parquet(path: Path) -> list[Item]:
     from pyarrow.parquet import read_table
 
-    lines = read_table(path).to_pylist()
-    return [{name: None if value != value else value for name, value in line.items()} for line in lines]  # NaN
+    return _without_nan(read_table(path).to_pylist())
+
+
+def _without_nan(lines: list[Any]) -> list[Item]:
+    return [{name: None if value != value else value for name, value in line.items()} for line in lines]
 
 
 def _read_hub(key: str, source: str, split: str) -> list[Item]:
@@ -261,7 +269,7 @@ def _read_hub(key: str, source: str, split: str) -> list[Item]:
 
     name, config, named_split = (*source.split(":", 2), "", "")[:3]
     try:
-        return list(datasets.load_dataset(name, config or None, split=named_split or split).to_list())
+        return _without_nan(datasets.load_dataset(name, config or None, split=named_split or split).to_list())
     except Exception as error:  # of any of the libraries that it uses
         text = " ".join(str(error.__cause__ or error).split())
         rule = f"is no file here{nearest_file(source)}, and was not loaded from the Hugging Face hub"

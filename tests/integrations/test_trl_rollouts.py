@@ -158,6 +158,17 @@ def test_a_rollout_counts_once_and_flat_groups_where_asked(tmp_path: Path, loss_
     assert without - results[0][0] == pytest.approx(0.5 * float(entropy.detach()[in_loss].mean()), rel=1e-4)
 
 
+def test_a_bonus_of_segments_is_of_completions_with_a_reward(tmp_path: Path) -> None:
+    results = []
+    for mean in ("batch", "micro_batch"):
+        options: dict[str, Any] = {"changes": {"entropy_coef": 0.5}, "entropy_mean": mean}
+        options["segments"] = gk.SegmentConfig(group_max_size=3)
+        trainer, output = generated(tmp_path, "dapo", 1, None, **options)
+        assert 0 < output["num_items_in_batch"] < mask().sum()
+        results.append(accumulated(trainer, output))
+    assert_close(*results)
+
+
 @pytest.mark.parametrize("loss_type", [*BY_SEQUENCE, "dapo", "bnpo"])
 def test_rollouts_of_one_row_are_those_of_trl(tmp_path: Path, loss_type: str) -> None:
     """The same loss as without ids."""

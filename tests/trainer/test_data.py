@@ -7,6 +7,7 @@ demonstrations that is not the one asked for; a mistake that is not named with i
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import math
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +33,7 @@ from grpo_trainer.recipe import Data, Reward
 from grpo_trainer.recipes import FOLDERS, validated
 from grpo_trainer.rewards import load_reward
 from grpo_trainer.rewards.numbers import final_number
-from grpo_trainer.splits import corpus_of, load_splits, read_lines
+from grpo_trainer.splits import corpus_of, digest, load_splits, read_lines
 from grpo_trainer.tasks import Item, Splits, load_task
 from grpo_trainer.tiny import train_tokenizer
 
@@ -83,6 +85,13 @@ def test_nan_is_an_absent_value(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
     want = [{"a": None, "b": [math.inf]}, {"a": 2.0, "b": None}]
     assert read_lines("x", str(tmp_path / "a.parquet"), "train") == want
+
+
+def test_a_digest_sees_every_value() -> None:
+    values = [1, 1.5, "1", None, Decimal(1), Decimal(2), datetime.date(2001, 1, 1), b"a", b"b", [1], [2]]
+    assert len({digest(Splits([{"a": value}], [], [], [])) for value in values}) == len(values)
+    first, second = ([{"a": object()}] for _ in range(2))
+    assert digest(Splits(first, [], [], [])) == digest(Splits(second, [], [], []))
 
 
 def test_a_column_of_a_long_file_has_one_type(tmp_path: Path) -> None:

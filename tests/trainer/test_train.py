@@ -384,12 +384,15 @@ def test_a_fresh_run_removes_the_earlier_one_alone(tmp_path: Path) -> None:
     assert last_folder(recipe) == tmp_path / "checkpoints" / "rl-10"
 
 
+MEASURES = ("rewards", "solved", "solved_quantile", "embedder", "temperature", "max_completion_length")
+
+
 def test_memory_of_an_engine_does_not_bind_and_lines_are_kept_whatever_their_texts_hold(tmp_path: Path) -> None:
     """A run that ended for lack of memory can go on with more."""
     engine = "rl.rollout={engine: vllm, vllm: {cache_gib: %s, dtype: %s}}"
     stored = _binding(small.recipe(tmp_path, engine % (1.0, "float32")))
     measured = {path for path in stored if path.startswith("evaluation.")}
-    assert measured == {f"evaluation.{key}" for key in ("rewards", "solved", "solved_quantile", "embedder")}
+    assert measured == {f"evaluation.{key}" for key in MEASURES}
     assert {path.partition(".")[0] for path in stored.keys() - measured} == {
         "seed",
         "backend",
@@ -400,6 +403,7 @@ def test_memory_of_an_engine_does_not_bind_and_lines_are_kept_whatever_their_tex
     }
     same, other = (small.recipe(tmp_path, engine % (4.0, dtype)) for dtype in ("float32", "bfloat16"))
     _refuse_other_recipe(tmp_path, stored, same)
+    _refuse_other_recipe(tmp_path, {path: stored[path] for path in stored.keys() - measured}, same)  # of version 0.1
     key = r"rl\.rollout\.vllm\.dtype"
     with pytest.raises(CheckpointError, match=rf"recipe: {key} is 'float32' there and 'bfloat16' here; resume it"):
         _refuse_other_recipe(tmp_path, stored, other)

@@ -44,7 +44,8 @@ def policy_loss(
         kept = torch.stack([torch.where(policy_mask, entropy, 0).sum(), policy_mask.sum()])
         mean, kept = kept[0] / kept[1].clamp(min=1), kept.detach()
     if batch_share is not None:
-        mean = torch.where(tokens.mask, entropy, 0).sum() / batch_share
+        counts = tokens.mask if tokens.segments is None else tokens.mask & (tokens.segments >= 0)
+        mean = torch.where(counts, entropy, 0).sum() / batch_share
     if trainer.off_policy_mask_threshold is not None:
         old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
         is_near = gk.variants.off_policy_mask(

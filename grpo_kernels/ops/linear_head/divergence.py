@@ -119,7 +119,7 @@ def divergence(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> Tensor:
     if kind == FORWARD_KL:
         part = torch.where(p == 0, 0, p * (finite_p - log_q))
     elif kind == REVERSE_KL:
-        part = q * (finite_q - log_p)
+        part = q * (finite_q - torch.where(q == 0, 0, log_p))
     else:
         log_m = mixture(log_p, log_q, beta)
         part = beta * p * (finite_p - log_m) + (1 - beta) * q * (finite_q - log_m)
@@ -134,7 +134,7 @@ def slopes(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> Tensor:
     if kind == FORWARD_KL:
         result = -p
     elif kind == REVERSE_KL:
-        result = q * (finite - log_p + 1)
+        result = q * (finite - torch.where(q == 0, 0, log_p) + 1)
     else:
         result = (1 - beta) * q * (finite - mixture(log_p, log_q, beta))
     return torch.where(exists, result, 0)

@@ -15,8 +15,9 @@ from grpo_kernels.ops.linear_head.divergence import ABSENT, KINDS, TAILS, Teache
 from grpo_kernels.ops.linear_head.head import Head, LMHead
 
 _FLAGS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)
-# The largest logarithm of a sum of probabilities. The halves round log-probs between -8 and -16 by up to this.
-_MOST = {torch.bfloat16: 2**-5, torch.float16: 2**-8}
+# The largest logarithm of a sum of probabilities: bfloat16 rounds log-probs between -8 and -16 by up to 2^-5, and they
+# may be float32 since.
+_MOST = 2**-5
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -187,7 +188,6 @@ def _per_token(
 
 def _check_values(op: str, ids: Tensor, logprobs: Tensor, counts: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """Both as [N, k], log-probs in float64. A GPU checks the values when its stream gets there."""
-    most = _MOST.get(logprobs.dtype, 1e-3)
     ids, logprobs = ids.long(), logprobs.detach().double()
     is_used = ids != ABSENT
     columns = len(head.weight)
@@ -199,7 +199,7 @@ def _check_values(op: str, ids: Tensor, logprobs: Tensor, counts: Tensor, head: 
         ("ids", f"be in [0, {columns}), or {ABSENT}", is_outside.any(-1)),
         ("ids", "differ from each other for a token", (ordered.diff(dim=-1) == 0).any(-1)),
         ("logprobs", "be finite where an id is", (is_used & (logprobs - logprobs != 0)).any(-1)),
-        ("logprobs", "be of probabilities that add up to at most 1", mass > most),
+        ("logprobs", "be of probabilities that add up to at most 1", mass > _MOST),
     ]
     if head.banned is not None:
         banned = (is_used & is_banned(ids.contiguous(), head.banned)).any(-1)

@@ -225,7 +225,8 @@ def _grade(reward: LoadedReward, prompts: list[Prompt], texts: list[str], column
     except RewardError:  # a reward's own limit on failures
         raise
     except (Exception, SystemExit) as error:
-        if may_skip and len(texts) > 1 and scores_rows_alone(function):
+        is_slow = isinstance(error, TimeoutError)  # a limit on the whole call
+        if may_skip and len(texts) > 1 and not is_slow and scores_rows_alone(function):
             return _joined([_grade(reward, [p], [t], row) for p, t, row in _rows(prompts, texts, columns)])
         if may_skip:
             return Graded([math.nan] * len(texts), {}, len(texts))

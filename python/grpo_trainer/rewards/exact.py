@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 from grpo_trainer.rewards.base import Parts, WeightedReward
@@ -19,8 +20,8 @@ class Exact(WeightedReward):
         expected, answer = row["answer"], answer_of(response)
         if expected is None:
             return None
-        if isinstance(expected, float):
-            return {"correct": float(_number(answer) == expected)}
+        if isinstance(expected, float | Decimal):
+            return {"correct": float(_number(answer) == float(expected))}
         return {"correct": float(answer == str(expected).strip())}
 
 

@@ -117,7 +117,6 @@ OF_TEACHER: Rows = {
     "teacher.logprobs must be on cpu like ... meta": taught(logprobs=LOGPROBS.to("meta")),
     "teacher.logprobs must be finite ... -inf] of token 4": said(-torch.inf),
     "teacher.logprobs must be of probabilities that add up to at most 1, ... token 4": said(0.1),
-    "teacher.logprobs must be of probabilities that add up to ... of token 0": taught(logprobs=LOGPROBS * 0.66),
     "teacher.logprobs must ... .detach()": taught(logprobs=LOGPROBS.clone().requires_grad_()),
     "teacher.head must be None without teacher.hidden, got Tensor; give": taught(head=WEIGHT),
     "teacher.kind must be one of forward_kl, ... got 'forward'": taught(kind="forward"),

@@ -156,8 +156,9 @@ def test_log_probs_of_bfloat16_are_those_of_probabilities() -> None:
     hidden, weight = torch.randn(1, 3), torch.randn(4096, 3, requires_grad=True)
     for count in (2, 4, 100, 4096):
         logprobs = torch.full((1, count), -math.log(count)).bfloat16()
-        teacher = gk.Teacher(torch.arange(count)[None], logprobs)
-        assert gk.linear_distillation_loss(hidden, weight, teacher).loss.isfinite()
+        for rounded in (logprobs, logprobs.float()):
+            teacher = gk.Teacher(torch.arange(count)[None], rounded)
+            assert gk.linear_distillation_loss(hidden, weight, teacher).loss.isfinite()
 
 
 @pytest.mark.parametrize(("dtype", "columns"), [(torch.uint8, 256), (torch.uint8, 1023), (torch.int8, 128)], ids=str)
@@ -232,6 +233,10 @@ def test_ids_that_the_teacher_never_chooses_count(backend: str, kind: str) -> No
     none = small | {"teacher_bias": small["teacher_bias"].clone()}
     small["teacher_bias"][3:5], none["teacher_bias"][3:5] = -1e3, -math.inf
     want, got = (run(op_of(inputs), inputs, backend, F64) for inputs in (small, none))
+    neither = none | {"bias": none["bias"].clone()}
+    neither["bias"][3:5] = -1e4  # as padding of a vocabulary
+    padded = run(op_of(neither), neither, backend, F64)
+    assert padded["loss"].isfinite() and padded["d_hidden"].isfinite().all()
     if kind == "reverse_kl":
         assert (got["divergence"] == math.inf).any()
     else:
