@@ -36,7 +36,7 @@ _LISTED = 8  # differences that an error lists
 # what may change when a run is resumed
 MAY_CHANGE = (
     *("name", "output", "threads", "distributed", "logging", "checkpoints"),
-    *(f"evaluation.{key}" for key in ("every", "prompts", "test_prompts", "batch", "samples", "pass_k")),
+    *(f"evaluation.{key}" for key in ("every", "prompts", "test_prompts", "batch", "pass_k")),
     *(f"rl.rollout.vllm.{key}" for key in MEMORY_KEYS),
 )
 

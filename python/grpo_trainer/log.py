@@ -45,10 +45,10 @@ class Log:
         self.trackers = [TRACKERS[kind](recipe) for kind in self.settings.to] if is_main else []
         self.opened = contextlib.ExitStack()
 
-    def open(self) -> None:
-        """Starts or resumes a run in each tracker."""
+    def open(self, phase: str, step: int) -> None:
+        """Starts a run in each tracker, or resumes one after a step."""
         for tracker in self.trackers:
-            tracker.open()
+            tracker.open(self._step_of_trackers(phase, step))
             self.opened.callback(tracker.close)
 
     def metrics(self, phase: str, step: int, values: Mapping[str, float]) -> None:

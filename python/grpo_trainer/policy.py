@@ -119,8 +119,12 @@ class Policy(nn.Module):
                 f"and an embedding of {rows} rows"
             )
 
+    @property
+    def computes_in_half(self) -> bool:
+        return self.autocast_dtype is not None or self.inner.dtype != torch.float32
+
     def autocast(self) -> torch.autocast:
-        """Mixed precision, the same in sampling, scoring and the update: otherwise ratios would not start at 1."""
+        """Mixed precision, the same in sampling, scoring and the update."""
         return torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
     def forward(self, what: str, batch: Batch | None, **kwargs: Any) -> Any:

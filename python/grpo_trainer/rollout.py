@@ -273,6 +273,26 @@ class _Decoder:
         self.mask = self.mask[rows]
 
 
+def check_cache(policy: Policy) -> None:
+    """Raises for a decoder whose state of a prompt is not that of attention, which its responses could not share."""
+    if policy.is_seq2seq:
+        return
+    ids, rows = torch.zeros(1, 2, dtype=torch.int64, device=policy.device), torch.zeros(1, dtype=torch.int64)
+    try:
+        with torch.no_grad(), evaluating(policy):
+            decoder = _Decoder(policy, ids, torch.ones_like(ids, dtype=torch.bool), rows.to(policy.device))
+            decoder.step(ids[:, 0])
+            decoder.keep(rows.to(policy.device))
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        kind = type(policy.inner).__name__
+        raise ValueError(
+            f"model.path: must be a model whose cache holds keys and values alone, got a {kind}, which raises "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
 class _EncoderDecoder:
     def __init__(self, policy: Policy, ids: Tensor, mask: Tensor, prompt_of: Tensor) -> None:
         self.policy = policy

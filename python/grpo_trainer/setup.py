@@ -27,7 +27,7 @@ from grpo_trainer.pretrained import check_four_bit, check_reference
 from grpo_trainer.ray_pool import check_ray
 from grpo_trainer.recipe import Recipe, Reward, Rl
 from grpo_trainer.rewards import LoadedReward, gaps, load_reward, require_columns
-from grpo_trainer.rollout import Rollout, roll_out, select_usable
+from grpo_trainer.rollout import Rollout, check_cache, roll_out, select_usable
 from grpo_trainer.splits import corpus_of, digest, load_splits, no_usable_line, require_lines
 from grpo_trainer.tasks import Item, Splits
 from grpo_trainer.vocabulary import refuse_banned
@@ -292,6 +292,7 @@ def check_policy(recipe: Recipe, policy: Policy) -> None:
         if context is not None and length is not None and length >= context:
             raise ValueError(f"{key}: must be less than the model's context, {context}, got {length}")
     check_reference(recipe.model, policy.tokenizer, policy.lm)
+    check_cache(policy)
     if recipe.rl is not None and recipe.rl.rollout.engine == "vllm":
         engine.check_policy("rl.rollout", recipe.rl.rollout, recipe.model, policy)
 
@@ -352,7 +353,7 @@ def _start_logs(run: Run, phase: str, step: int) -> None:
         log.event("resumed", phase=phase, step=step, threads=run.resumed.threads)
     else:
         checkpoint.start_run(recipe)
-    log.open()
+    log.open(phase, step)
     if recipe.backend == "auto" and run.device.type == "cpu" and (reason := gk.available_kernels()["cpu"]) != "ok":
         log.line(f"no kernels run on this CPU ({reason}): the reference takes their place, and is slower")
     for note in run.notes:

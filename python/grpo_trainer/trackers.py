@@ -27,8 +27,9 @@ class Tensorboard:
         self.folder = recipe.folder / "tensorboard"
         self.module = _import("tensorboard", "torch.utils.tensorboard")
 
-    def open(self) -> None:
-        self.writer = self.module.SummaryWriter(str(self.folder))
+    def open(self, step: int) -> None:
+        # what a killed run has logged after its last checkpoint comes again
+        self.writer = self.module.SummaryWriter(str(self.folder), purge_step=step + 1)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -52,7 +53,7 @@ class Wandb:
     def __init__(self, recipe: Recipe, package: str = "wandb") -> None:
         self.recipe, self.package, self.module = recipe, package, _import(package, package)
 
-    def open(self) -> None:
+    def open(self, step: int) -> None:
         recipe, run_id = self.recipe, _run_id(self.recipe)
         run = {"project": recipe.logging.project, "config": recipe.model_dump(), "resume": "allow"}
         run |= {"name": f"{recipe.name}-{run_id}"} if self.package == "trackio" else {"name": recipe.name, "id": run_id}

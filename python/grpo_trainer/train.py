@@ -223,12 +223,17 @@ def rl_step(run: Run, items: list[Item], step: int) -> dict[str, float]:
 
 @torch.no_grad()
 def correct_sampling(run: Run, rollout: Rollout, counted: Tensor) -> gk.SamplingCorrection | None:
-    """Scores the tokens of another engine again, and weighs the mismatch; None where the policy itself sampled."""
-    if run.engine is None:
+    """Scores tokens again if another engine has sampled them, whose mismatch it weighs, or the policy in halves.
+
+    Logits of halves are rounded in sampling and not in the update, whose ratios would not start at 1.
+    """
+    if run.engine is None and not run.policy.computes_in_half:
         return None
     with evaluating(run.policy):
         scored = by_token(run, rollout, lambda part: run.policy("logprobs", part))
     by_engine, rollout.logprobs = rollout.logprobs, scored
+    if run.engine is None:
+        return None
     return gk.sampling_correction(scored, by_engine, mask=counted, config=run.plan.correction)
 
 

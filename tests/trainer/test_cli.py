@@ -424,7 +424,7 @@ def test_everything_arrives_with_its_step_and_a_resumed_run_continues(
         histograms = [(step, v["histograms/rewards"]) for step, v in logged(fake) if "histograms/rewards" in v]
         assert [step for step, _ in histograms] == [3, 4] and len(histograms[0][1]) == 8
         assert histograms[0][1].max() == pytest.approx(first["rewards/max"])
-        Log(small.recipe(tmp_path / f"other {name}", f"logging.to=[{name}]")).open()
+        Log(small.recipe(tmp_path / f"other {name}", f"logging.to=[{name}]")).open("sft", 0)
         key = "id" if name == "wandb" else "name"
         assert fake.init.call_args.kwargs[key] != begun[key]
 
@@ -458,7 +458,7 @@ def test_undefined_values_are_left_out_and_a_tracker_that_refuses_is_named(
     )
     refused = r"^logging\.to: wandb refuses the run: No API key configured\. Use `wandb login` to log in\.$"
     with pytest.raises(ValueError, match=refused):
-        Log(recipe).open()
+        Log(recipe).open("sft", 0)
 
 
 @pytest.mark.full
@@ -477,8 +477,11 @@ def test_tensorboard_itself(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = Log(small.recipe(tmp_path, "logging.to=[tensorboard]"))
-    log.open()
+    log.open("sft", 0)
     log.metrics("sft", 4, {"train/loss": 2.0})
+    log.metrics("rl", 1, {"train/loss": 8.0})
+    log.close()  # a kill after a checkpoint, from which the run goes on
+    log.open("sft", 4)
     log.metrics("rl", 1, {"train/loss": 0.5, "train/kl_mean": math.nan})
     log.samples("rl", 1, [{"prompt": "1 | 2", "response": "a\nb", "rewards": [0.5], "advantage": 0.25}])
     log.histograms("rl", 1, {"histograms/rewards": torch.tensor([0.0, 1.0, 1.0])})

@@ -37,6 +37,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
 )
 
 from tests.trainer import small
@@ -136,6 +138,14 @@ def test_objects_that_do_not_fit_are_refused(saved: Path, tmp_path: Path, monkey
     for changes, message in cases:
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
             set_up(**{"recipe": object_recipe(tmp_path), **objects, **changes})
+
+
+def test_a_model_whose_cache_is_more_than_keys_and_values_is_refused(saved: Path, tmp_path: Path) -> None:
+    """Before SFT, which needs no cache."""
+    config = MambaConfig(vocab_size=500, hidden_size=8, num_hidden_layers=1)
+    model, tokenizer = MambaForCausalLM(config), AutoTokenizer.from_pretrained(saved)
+    with pytest.raises(ValueError, match=r"^model.path: must be a model whose cache holds keys and values alone, got"):
+        train(object_recipe(tmp_path), model=model, tokenizer=tokenizer)
 
 
 def test_a_reference_that_reads_other_tokens_is_refused(saved: Path, tmp_path: Path) -> None:

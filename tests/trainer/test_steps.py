@@ -78,6 +78,17 @@ def test_learning_rates(tmp_path: Path) -> None:
 # Updates
 
 
+@pytest.mark.parametrize("half", ["mixed_precision: bf16", "dtype: bfloat16"])
+def test_the_first_ratio_is_one_in_halves(tmp_path: Path, half: str) -> None:
+    """Although sampling rounds logits, and a token at a time."""
+    run = small.ready(small.recipe(tmp_path, f"model={{{half}}}", "rl.num_iterations=1", "rl.minibatches=1"))
+    with torch.no_grad():
+        for weight in run.policy.lm.parameters():
+            weight.mul_(1.5)
+    metrics = training.rl_step(run, run.items("train")[:6], 2)
+    assert metrics["train/ratio_min"] == pytest.approx(1, abs=1e-5) == metrics["train/ratio_max"]
+
+
 @pytest.mark.parametrize("iterations", [1, 4])
 def test_the_first_ratio_is_one_and_later_ones_are_not(tmp_path: Path, iterations: int) -> None:
     clip = "rl.algorithm={epsilon: 0.9, epsilon_high: 0.001, drop_flat: false}"

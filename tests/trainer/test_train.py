@@ -384,7 +384,7 @@ def test_a_fresh_run_removes_the_earlier_one_alone(tmp_path: Path) -> None:
     assert last_folder(recipe) == tmp_path / "checkpoints" / "rl-10"
 
 
-MEASURES = ("rewards", "solved", "solved_quantile", "embedder", "temperature", "max_completion_length")
+MEASURES = ("rewards", "solved", "solved_quantile", "embedder", "samples", "temperature", "max_completion_length")
 
 
 def test_memory_of_an_engine_does_not_bind_and_lines_are_kept_whatever_their_texts_hold(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from grpo_trainer.recipe import Recipe
 
 # keys that may differ between the seeds of a recipe
+_DATA = ("data.", "prompts", "split")  # conditions without which runs do not compare
 _PER_RUN = ("seed", "output", "threads", "backend", "distributed", "logging", "checkpoints")
 _CONDITIONS = (
     *(f"data.{name}" for name in ("task", "options", "validation", "test", "prompt", "template")),
@@ -137,10 +138,12 @@ def select(folders: Sequence[Path]) -> tuple[list[Row], dict[Path, str]]:
         key = json.dumps({name: value for name, value in run.recipe.items() if name not in _PER_RUN}, sort_keys=True)
         if evaluated is None:
             left_out[folder] = "it has no evaluation after its last step; finish it with --resume"
-        elif rows and (gaps := _gaps(run, evaluated, next(iter(rows.values())), ("data.", "prompts", "split"))):
+        elif gaps := [gap for row in rows.values() for gap in _gaps(run, evaluated, row, _DATA)]:
             left_out[folder] = f"it was evaluated on other data: {gaps[0]}"
         elif key in rows and seed in rows[key].evaluated:
             left_out[folder] = f"another run has its recipe and its seed, {seed}"
+        elif key in rows and (gaps := _gaps(run, evaluated, rows[key], ("embedder",))):
+            left_out[folder] = f"it was not evaluated like the other runs of its recipe: {gaps[0]}"
         else:
             row = rows.setdefault(key, Row(f"{len(rows) + 1} {run.name}", {}, []))
             row.evaluated[seed] = evaluated
@@ -148,11 +151,13 @@ def select(folders: Sequence[Path]) -> tuple[list[Row], dict[Path, str]]:
     return list(rows.values()), left_out
 
 
-def _gaps(run: RunFolder, evaluated: Evaluated, first: Row, names: tuple[str, ...]) -> list[str]:
-    """Conditions whose names start with one of `names` and that differ from those of the first row."""
-    ours, theirs = _conditions(run, evaluated), _conditions(first.runs[0], first.first)
+def _gaps(run: RunFolder, evaluated: Evaluated, row: Row, names: tuple[str, ...]) -> list[str]:
+    """Conditions whose names start with one of `names` and that differ from those of a row's runs."""
+    ours, theirs = _conditions(run, evaluated), dict[str, Any]()
+    for other, (_, of_other) in zip(row.runs, row.evaluated.items(), strict=True):
+        theirs = _conditions(other, of_other) | theirs  # prompts by seed; all else is that of the first
     different = [name for name in ours if name.startswith(names) and ours[name] != theirs.get(name, ours[name])]
-    return [f"{name} is {ours[name]!r:.80}, not {theirs[name]!r:.80} as in {first.label}" for name in different]
+    return [f"{name} is {ours[name]!r:.80}, not {theirs[name]!r:.80} as in {row.label}" for name in different]
 
 
 def _conditions(run: RunFolder, evaluated: Evaluated) -> dict[str, Any]:
