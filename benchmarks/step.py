@@ -7,8 +7,9 @@ optimizer step per rollout. No response may end before its last token, so that a
 The three alternate step by step, each in a thread that waits for the others; TRL runs its own train(). The first step
 of each is not counted. On the CPU the model is tiny; on a GPU it has the shape of Qwen2.5-0.5B, in bfloat16.
 
-The differences: this trainer samples with its own loop, which computes a prompt once for all its responses and keeps
-the log-probs that it sampled with, and it computes a prompt once in the update, too; TRL generates with transformers.
+The differences: this trainer samples with its own loop, which computes a prompt once for all its responses and in
+float32 keeps the log-probs that it sampled with, and it computes a prompt once in the update, too; TRL generates with
+transformers.
 The sampled texts and their rewards differ.
 """
 
@@ -176,6 +177,7 @@ class Ours:
         phases = {"generate": "generation", "model": "rest"}
         self.run.timed = lambda what: self.clock.phase(phases.get(what, "rewards and advantages"))
         self.clock.wrap(self.run, "roll_out", "generation", self._count)
+        self.clock.wrap(training, "correct_sampling", "log-probs")
         self.clock.wrap(training, "reference_logprobs", "log-probs")
         self.clock.wrap(training, "accumulate", "forward and backward")
         self.clock.wrap(training, "optimizer_step", "optimizer")

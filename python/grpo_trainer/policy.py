@@ -121,7 +121,8 @@ class Policy(nn.Module):
 
     @property
     def computes_in_half(self) -> bool:
-        return self.autocast_dtype is not None or self.inner.dtype != torch.float32
+        is_quantised = getattr(self.inner, "is_loaded_in_4bit", False)  # whose products are bfloat16
+        return is_quantised or self.autocast_dtype is not None or self.inner.dtype != torch.float32
 
     def autocast(self) -> torch.autocast:
         """Mixed precision, the same in sampling, scoring and the update."""

@@ -176,7 +176,7 @@ def set_up(recipe: Recipe, model: Any = None, tokenizer: Any = None, reference: 
         rewards, evaluation_rewards, notes = load_rewards(recipe, splits)
         torch.manual_seed(recipe.seed_of("weights"))
         policy = _load_policy(recipe, splits, device, model, tokenizer, reference)
-        check_policy(recipe, policy)
+        check_policy(recipe, splits, policy)
         embedders = _resolve_embedders(recipe, plan, rewards, evaluation_rewards)
     return Run(
         recipe,
@@ -282,7 +282,7 @@ def _load_policy(
     return take_policy(model, tokenizer, settings, backend, device)
 
 
-def check_policy(recipe: Recipe, policy: Policy) -> None:
+def check_policy(recipe: Recipe, splits: Splits, policy: Policy) -> None:
     """Raises if the recipe asks for more than its model can do."""
     context = policy.context_length
     lengths = {"evaluation.max_completion_length": recipe.evaluation.max_completion_length}
@@ -292,7 +292,8 @@ def check_policy(recipe: Recipe, policy: Policy) -> None:
         if context is not None and length is not None and length >= context:
             raise ValueError(f"{key}: must be less than the model's context, {context}, got {length}")
     check_reference(recipe.model, policy.tokenizer, policy.lm)
-    check_cache(policy)
+    if recipe.rl is not None or splits.validation or splits.test:
+        check_cache(policy)
     if recipe.rl is not None and recipe.rl.rollout.engine == "vllm":
         engine.check_policy("rl.rollout", recipe.rl.rollout, recipe.model, policy)
 

@@ -230,11 +230,16 @@ def correct_sampling(run: Run, rollout: Rollout, counted: Tensor) -> gk.Sampling
     if run.engine is None and not run.policy.computes_in_half:
         return None
     with evaluating(run.policy):
-        scored = by_token(run, rollout, lambda part: run.policy("logprobs", part))
+        scored = by_token(run, rollout, lambda part: run.policy("logprobs", part, share=shares_prompts(run)))
     by_engine, rollout.logprobs = rollout.logprobs, scored
     if run.engine is None:
         return None
     return gk.sampling_correction(scored, by_engine, mask=counted, config=run.plan.correction)
+
+
+def shares_prompts(run: Run) -> bool:
+    """Whether the update computes each prompt once for all its responses; in halves the other way rounds otherwise."""
+    return run.rl.share_prompts and not run.recipe.model.gradient_checkpointing
 
 
 def reference_logprobs(run: Run, rollout: Rollout, step: int) -> Tensor | None:
@@ -334,7 +339,7 @@ def accumulate(
         loss, predicted = run.policy(
             "loss",
             part,
-            share=rl.share_prompts and not run.recipe.model.gradient_checkpointing,
+            share=shares_prompts(run),
             config=run.plan.loss,
             old_logprobs=cut(rollout.logprobs),
             advantages=cut(credit.advantages),

@@ -78,10 +78,12 @@ def test_learning_rates(tmp_path: Path) -> None:
 # Updates
 
 
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
 @pytest.mark.parametrize("half", ["mixed_precision: bf16", "dtype: bfloat16"])
-def test_the_first_ratio_is_one_in_halves(tmp_path: Path, half: str) -> None:
-    """Although sampling rounds logits, and a token at a time."""
-    run = small.ready(small.recipe(tmp_path, f"model={{{half}}}", "rl.num_iterations=1", "rl.minibatches=1"))
+def test_the_first_ratio_is_one_in_halves(tmp_path: Path, half: str, checkpointing: str) -> None:
+    """Although sampling rounds logits, and a token at a time, and an update may not share prompts."""
+    model = f"model={{{half}, gradient_checkpointing: {checkpointing}, tiny: {{layers: 4, hidden: 64}}}}"
+    run = small.ready(small.recipe(tmp_path, model, "rl.num_iterations=1", "rl.minibatches=1"))
     with torch.no_grad():
         for weight in run.policy.lm.parameters():
             weight.mul_(1.5)

@@ -32,8 +32,8 @@ from grpo_trainer.report.run_page import samples_figures
 if TYPE_CHECKING:
     from grpo_trainer.recipe import Recipe
 
-# keys that may differ between the seeds of a recipe
 _DATA = ("data.", "prompts", "split")  # conditions without which runs do not compare
+# keys that may differ between the seeds of a recipe
 _PER_RUN = ("seed", "output", "threads", "backend", "distributed", "logging", "checkpoints")
 _CONDITIONS = (
     *(f"data.{name}" for name in ("task", "options", "validation", "test", "prompt", "template")),

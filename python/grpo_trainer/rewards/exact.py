@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from decimal import Decimal
+from collections.abc import Callable, Mapping
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from grpo_trainer.rewards.base import Parts, WeightedReward
@@ -21,7 +21,7 @@ class Exact(WeightedReward):
         if expected is None:
             return None
         if isinstance(expected, float | Decimal):
-            return {"correct": float(_number(answer) == float(expected))}
+            return {"correct": float(_number(answer, type(expected)) == expected)}
         return {"correct": float(answer == str(expected).strip())}
 
 
@@ -30,9 +30,9 @@ def answer_of(text: str) -> str | None:
     return tail.strip() if mark else None
 
 
-def _number(text: str | None) -> float:
-    """The value of an answer; in a file of decimal numbers 4.0 is 4 and 3.50 is 3.5."""
+def _number(text: str | None, kind: Callable[[str], Any]) -> Any:
+    """The value of an answer, NaN if it has none; in a file of decimal numbers 4.0 is 4 and 3.50 is 3.5."""
     try:
-        return math.nan if text is None else float(text)
-    except ValueError:
+        return math.nan if text is None else kind(text)
+    except (ValueError, InvalidOperation):
         return math.nan
