@@ -370,6 +370,7 @@ def test_a_model_is_on_its_device_before_a_policy_is_made_of_it(
     seen = []
     monkeypatch.setattr(Policy, "_head_is_plain", lambda self: bool(seen.append(self.device.type)))
     monkeypatch.setattr("grpo_trainer.distributed.start", lambda: torch.device("meta"))
+    monkeypatch.setattr("grpo_trainer.setup.check_cache", lambda policy: None)  # which samples, and meta has no numbers
     recipe = small.recipe(tmp_path, f"model.path={model}")
     for path in ("tiny", model):
         policy = set_up(small.recipe(tmp_path / "run", f"model.path={path}")).policy

@@ -14,7 +14,6 @@ from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 import torch
@@ -486,22 +485,10 @@ def test_the_text_that_is_read(folder: Path) -> None:
         load_lm(Model(path=str(folder / "plain")), "cpu")
 
 
-def test_exact_compares_numbers_by_value_and_a_line_that_fails_concerns_no_other() -> None:
+def test_exact_compares_decimal_numbers_by_value() -> None:
     texts = ["#### 3.50", "#### 3.5", "#### 7", "#### 8"]
     assert made("exact").graded(["p"] * 4, texts, answer=[3.5, "3.50", 7.0, "7"])[0] == [1, 0, 1, 0]
     assert made("exact").graded(["p"] * 2, ["#### 0.10"] * 2, answer=[Decimal("0.1"), Decimal("0.2")])[0] == [1, 0]
     assert made("exact").graded(["p"] * 2, [f"#### {2**53 + 1}", "#### x"], answer=[Decimal(2**53)] * 2)[0] == [0, 0]
     large = str(10**20 + 1)
     assert made("exact").graded(["p"] * 2, [f"#### {large}"] * 2, answer=[10**20 + 1, None])[0] == [1, None]
-    skipping = load_reward(Reward(name="gsm8k", on_error="skip"))
-    answers = ["#### 4", "unknown", "#### 4", "#### 5"]
-    four = cast(Any, rollout(["#### 4"] * 4))
-    four.items, four.group_size = [{"prompt": "p", "answer": answer} for answer in answers], 1
-    scores = score([skipping], four)
-    assert scores.skipped == 1 and scores.values[:, 0].isnan().tolist() == [False, True, False, False]
-    assert scores.values[0, 0] == scores.values[2, 0] > scores.values[3, 0]
-    assert scores.components[0]["correct"][1].isnan()
-    slow = load_reward(Reward(name="gsm8k", on_error="skip", timeout=0.05))
-    calls = list[int]()
-    with mock.patch.object(type(slow.function), "graded", lambda *_, **columns: calls.append(1) or time.sleep(0.2)):
-        assert score([slow], rollout(["#### 4"] * 4, answer="#### 4")).skipped == 4 and len(calls) == 1

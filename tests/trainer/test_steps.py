@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -23,8 +25,8 @@ from grpo_trainer.evaluate import is_solved
 from grpo_trainer.metrics import loss_metrics
 from grpo_trainer.optimizer import lr_factor
 from grpo_trainer.policy import Policy, Reference
-from grpo_trainer.recipe import Algorithm, Critic, Optimizer, Recipe, Rl, Similarity
-from grpo_trainer.rewards import RewardError
+from grpo_trainer.recipe import Algorithm, Critic, Optimizer, Recipe, Reward, Rl, Similarity
+from grpo_trainer.rewards import RewardError, load_reward, score
 from grpo_trainer.rollout import Rollout, roll_out
 from grpo_trainer.setup import set_up
 from grpo_trainer.tiny import train_tokenizer
@@ -34,6 +36,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import grpo_kernels as gk
 from tests.trainer import small
 from tests.trainer.small import lines, rewarded_by, steps
+from tests.trainer.test_rewards import rollout as responses
 
 # Data, seeds and rates
 
@@ -280,6 +283,21 @@ def test_failures_are_counted_where_they_may_be_skipped(tmp_path: Path) -> None:
     assert lines(tmp_path, "evaluations")[-1]["metrics"]["skipped"] == 8 / 2 + 2 * 8 / 2  # greedy and sampled
     assert step["rewards/skipped"] == 12 and math.isfinite(step["train/total_loss"])
     set_up(small.recipe(tmp_path, rewarded_by("needs_a_column", ", on_error: skip")))  # its failures are counted
+
+
+def test_a_line_that_fails_concerns_no_other_unless_the_call_is_slow() -> None:
+    skipping = load_reward(Reward(name="gsm8k", on_error="skip"))
+    answers = ["#### 4", "unknown", "#### 4", "#### 5"]
+    four = cast(Any, responses(["#### 4"] * 4))
+    four.items, four.group_size = [{"prompt": "p", "answer": answer} for answer in answers], 1
+    scores = score([skipping], four)
+    assert scores.skipped == 1 and scores.values[:, 0].isnan().tolist() == [False, True, False, False]
+    assert scores.values[0, 0] == scores.values[2, 0] > scores.values[3, 0]
+    assert scores.components[0]["correct"][1].isnan()
+    slow = load_reward(Reward(name="gsm8k", on_error="skip", timeout=0.05))
+    calls = list[int]()
+    with mock.patch.object(type(slow.function), "graded", lambda *_, **columns: calls.append(1) or time.sleep(0.2)):
+        assert score([slow], responses(["#### 4"] * 4, answer="#### 4")).skipped == 4 and len(calls) == 1
 
 
 def test_a_perfect_response_is_solved_whatever_the_rounding_of_weights() -> None:
