@@ -10,7 +10,7 @@
 #   make soak              kill runs, break their surroundings, fuzz the ops, look for leaks; at most an hour and a half
 #   make nightly           run everything slower than .ci/run: test-all, floor, engine, soak, benchmarks, results of a seed
 #   make results           measure the results of docs/results again; hours, or SEEDS=0 for those of a seed
-#   make bench             time the CPU against the installed peers and check every bar; a quarter of an hour
+#   make bench             time the CPU against the installed peers and check every bar; about 40 minutes
 #   make bench-quick       compare the steady ratios with benchmarks/baseline.json; a minute
 #   make wheel             build the wheel of mode GRPO_KERNELS_BUILD (auto, none, cpu, cuda) into dist/
 #   make dist              build the sdist and the wheels of every build mode into dist/, and check them

@@ -301,7 +301,7 @@ def check_policy(recipe: Recipe, splits: Splits, policy: Policy) -> None:
 def _resolve_embedders(
     recipe: Recipe, plan: Plan | None, rewards: list[LoadedReward], evaluation_rewards: list[LoadedReward]
 ) -> dict[str, str]:
-    """What "auto" stands for, which depends on the installed packages, by recipe key."""
+    """Embedders that "auto" stands for with the packages installed here, by recipe key."""
     names = {}
     if recipe.sft is not None and recipe.sft.polychromic is not None:
         names["sft.polychromic.embedder"] = recipe.sft.polychromic.embedder

@@ -489,6 +489,6 @@ def test_exact_compares_decimal_numbers_by_value() -> None:
     texts = ["#### 3.50", "#### 3.5", "#### 7", "#### 8"]
     assert made("exact").graded(["p"] * 4, texts, answer=[3.5, "3.50", 7.0, "7"])[0] == [1, 0, 1, 0]
     assert made("exact").graded(["p"] * 2, ["#### 0.10"] * 2, answer=[Decimal("0.1"), Decimal("0.2")])[0] == [1, 0]
-    assert made("exact").graded(["p"] * 2, [f"#### {2**53 + 1}", "#### x"], answer=[Decimal(2**53)] * 2)[0] == [0, 0]
+    assert made("exact").graded(["p"] * 2, [f"#### {2**53 + 1}", "#### sNaN"], answer=[Decimal(2**53)] * 2)[0] == [0, 0]
     large = str(10**20 + 1)
     assert made("exact").graded(["p"] * 2, [f"#### {large}"] * 2, answer=[10**20 + 1, None])[0] == [1, None]

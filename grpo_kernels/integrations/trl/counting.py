@@ -99,9 +99,16 @@ def flat(advantages: Tensor, size: int) -> Tensor:
 
 
 def of_all(trainer: Any, *tokens: Tensor) -> list[Tensor]:
-    """The rows of all processes, padded to the longest completion; accelerate would pad booleans as integers."""
+    """The rows of all processes, padded to the longest completion."""
     accelerator = trainer.accelerator
-    return [accelerator.gather(accelerator.pad_across_processes(values, dim=1)) for values in tokens]
+
+    def gathered(values: Tensor) -> Tensor:
+        # accelerate pads booleans as int64, and only in the processes that need padding
+        numbers = values.long() if values.dtype == torch.bool else values
+        rows: Tensor = accelerator.gather(accelerator.pad_across_processes(numbers, dim=1))
+        return rows.to(values.dtype)
+
+    return [gathered(values) for values in tokens]
 
 
 def own(trainer: Any, values: Tensor) -> Tensor:

@@ -252,8 +252,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         sampled = output.get("sampling_per_token_logps", old)
         sampled = torch.where(sampled.isnan(), old, sampled)  # tokens that vLLM could not score
         width = mask.shape[1]
-        old, sampled, mask = counting.of_all(self, old, sampled, mask.long())
-        mask = mask.bool()
+        old, sampled, mask = counting.of_all(self, old, sampled, mask)
         totals = (self._scored * self.reward_weights.to(self._scored.device)).nansum(1)
         at_end = torch.zeros_like(old)
         last = (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1, keepdim=True)

@@ -154,7 +154,7 @@ def select(folders: Sequence[Path]) -> tuple[list[Row], dict[Path, str]]:
 def _gaps(run: RunFolder, evaluated: Evaluated, row: Row, names: tuple[str, ...]) -> list[str]:
     """Conditions whose names start with one of `names` and that differ from those of a row's runs."""
     ours, theirs = _conditions(run, evaluated), dict[str, Any]()
-    for other, (_, of_other) in zip(row.runs, row.evaluated.items(), strict=True):
+    for other, of_other in zip(row.runs, row.evaluated.values(), strict=True):
         theirs = _conditions(other, of_other) | theirs  # prompts by seed; all else is that of the first
     different = [name for name in ours if name.startswith(names) and ours[name] != theirs.get(name, ours[name])]
     return [f"{name} is {ours[name]!r:.80}, not {theirs[name]!r:.80} as in {row.label}" for name in different]

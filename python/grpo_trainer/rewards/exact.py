@@ -33,6 +33,7 @@ def answer_of(text: str) -> str | None:
 def _number(text: str | None, kind: Callable[[str], Any]) -> Any:
     """The value of an answer, NaN if it has none; in a file of decimal numbers 4.0 is 4 and 3.50 is 3.5."""
     try:
-        return math.nan if text is None else kind(text)
+        value = math.nan if text is None else kind(text)
+        return value if math.isfinite(value) else math.nan  # also of a signalling NaN, which nothing equals
     except (ValueError, InvalidOperation):
         return math.nan
