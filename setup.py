@@ -76,12 +76,13 @@ def build_mode() -> str:
 
 
 class FreshBuild(build_py):
-    """Leaves nothing of an earlier build: no deleted file in a wheel, and no kernels in a checkout with mode none."""
+    """Leaves out of a wheel what only an earlier build had.
+
+    Kernels in a checkout stay, even with mode none: they may be those of another environment, such as .venv's beside
+    .venv-engine.
+    """
 
     def run(self) -> None:
-        if self.editable_mode and not backends:
-            for library in ROOT.glob("grpo_kernels/libgrpo_kernels_*.so"):
-                library.unlink()
         if not self.editable_mode:
             for package in ("grpo_kernels", "grpo_conformance", "grpo_trainer"):
                 shutil.rmtree(Path(self.build_lib) / package, ignore_errors=True)

@@ -62,6 +62,30 @@ def test_architectures_are_those_that_nvcc_supports(tmp_path: Path) -> None:
     assert f'#define GRPO_CUDA_ARCHITECTURES "{wanted}"' in facts
 
 
+@pytest.mark.parametrize("mode", ["none", "cpu"])
+def test_an_editable_install_keeps_or_replaces_kernels(tmp_path: Path, mode: str) -> None:
+    """Mode none leaves those of another environment; the others remove what they do not build."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for package in ("grpo_kernels", "python/grpo_trainer", "python/grpo_conformance", "recipes"):
+        (tmp_path / package).mkdir(parents=True)
+    shutil.copy(ROOT / "grpo_kernels" / "__init__.py", tmp_path / "grpo_kernels")
+    library = tmp_path / "grpo_kernels" / "libgrpo_kernels_cuda.so"
+    library.touch()
+    for name in ("cmake", "ninja"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError")
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    program = "from setuptools.build_meta import build_editable; build_editable('.')"
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"GRPO_KERNELS_BUILD": mode, "PATH": path, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert library.exists() == (mode == "none")
+
+
 @pytest.mark.parametrize(
     ("platform", "compiler", "mode", "message"),
     [
