@@ -9,10 +9,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import grpo_kernels as gk
+
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]
 if HAS_VLLM:
     os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """Fails without the CPU kernels, as most tests would pass with the reference in their place."""
+    assert (state := gk.available_kernels()["cpu"]) == "ok", state
 
 
 @pytest.fixture(autouse=True)

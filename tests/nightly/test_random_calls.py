@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from tests.emulation import build
-from tests.harness import needs_cpu_kernels
 from tests.nightly import sanitized
 from tests.nightly.conftest import SEED
 from tests.ops.all_cases import OPS
@@ -109,7 +108,6 @@ def run(backend: str, *arguments: str) -> None:
     assert done.returncode == 0 and not reports, f"SEED={SEED}\n{why}"
 
 
-@needs_cpu_kernels
 @pytest.mark.parametrize("backend", ["cpu", "cpu-sanitized"])
 def test_random_valid_calls(backend: str) -> None:
     files = [str(path) for path in sorted((build.ROOT / "tests" / "ops").glob("*/test_backends.py"))]
@@ -117,7 +115,6 @@ def test_random_valid_calls(backend: str) -> None:
     run(backend, *files, profile, f"--hypothesis-seed={SEED}", "-k", f"({RANDOM}) and cpu")
 
 
-@needs_cpu_kernels
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_calls_with_a_random_change(backend: str) -> None:
     run(backend, __file__, "--nightly", "-k", f"changed_calls and {backend.partition('-')[0]}")

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from tests.emulation.build import ROOT
-from tests.harness import cpu_threads, needs_cpu_kernels
+from tests.harness import cpu_threads
 from tests.ops.all_cases import OPS
 from tests.ops.promises import Inputs, Op, Results, assert_same_bits, drawn, evaluated
 
@@ -54,7 +54,6 @@ def runnable(without_products: bool = False) -> Cases:
     return cases
 
 
-@needs_cpu_kernels
 @pytest.mark.parametrize("count", [1, 2])
 def test_four_threads_get_the_bits_of_one(chance: random.Random, count: int) -> None:
     """Every thread calls all cases in an order of its own, again and again."""
@@ -76,7 +75,6 @@ def test_four_threads_get_the_bits_of_one(chance: random.Random, count: int) -> 
 # Forks
 
 
-@needs_cpu_kernels
 @pytest.mark.parametrize(
     ("after", "in_child", "expected"),
     [
