@@ -1,6 +1,6 @@
 """Plots of benchmark results, in light and dark, made to be read 830 pixels wide.
 
-python -m benchmarks.plot cpu.json scaling.json step.json runs/arithmetic-0/metrics.jsonl --out docs/images
+python -m benchmarks.plot cpu.json cpu_50304.json step.json runs/arithmetic-0/metrics.jsonl --out docs/images
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes results as tables, between the marks of their device in a document.
 
-python -m benchmarks.tables benchmarks/results/cpu.json benchmarks/results/scaling.json --into docs/performance.md
+python -m benchmarks.tables benchmarks/results/cpu.json benchmarks/results/cpu_50304.json --into docs/performance.md
 """
 
 from __future__ import annotations
