@@ -20,10 +20,11 @@ from torch import Tensor
 
 from grpo_trainer import distributed
 from grpo_trainer.adapters import BASE, load_adapter, save_without_adapters
+from grpo_trainer.algorithm import WITH_CRITIC
 from grpo_trainer.log import PHASES, Log, to_json
 from grpo_trainer.policy import Policy, Reference, adapters_of, set_adapters
 from grpo_trainer.pretrained import load_lm, without_bars
-from grpo_trainer.recipe import MEMORY_KEYS, Recipe
+from grpo_trainer.recipe import MEMORY_KEYS, Critic, Recipe
 from grpo_trainer.recipes import flat
 
 # what a run writes into its folder, in which a user may have other files; the recipe, which marks a run, goes last
@@ -170,14 +171,13 @@ def restore_policy(recipe: Recipe, state: State, initial: Policy) -> Policy:
             initial.lm.load_state_dict(stored.state_dict())
         else:
             load_adapter(initial, recipe.model, folder)
-        if (folder / "critic.safetensors").exists():
-            policy.add_critic()
-            assert policy.critic is not None
-            load_model(policy.critic.lm, str(folder / "critic.safetensors"))
-        elif (folder / "value_head.safetensors").exists():
-            policy.add_value_head()
-        head = (policy.critic or policy).value_head
-        if head is not None:
+        if state.phase == "rl" and recipe.rl is not None and recipe.rl.algorithm.name in WITH_CRITIC:
+            critic = recipe.rl.algorithm.critic or Critic()
+            policy.add_critic() if critic.separate else policy.add_value_head()
+            if policy.critic is not None:
+                load_model(policy.critic.lm, str(folder / "critic.safetensors"))
+            head = (policy.critic or policy).value_head
+            assert head is not None
             head.load_state_dict(load_file(folder / "value_head.safetensors"))
     return policy
 

@@ -362,6 +362,15 @@ def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path, monkeypatch: py
         train(recipe, resume=True)
 
 
+@pytest.mark.parametrize(("separate", "name"), [("false", "value_head"), ("true", "critic"), ("true", "value_head")])
+def test_a_checkpoint_that_lacks_its_critic_is_refused(tmp_path: Path, separate: str, name: str) -> None:
+    recipe = small.recipe(tmp_path, *SHORT, f"rl.algorithm={{name: ppo, critic: {{separate: {separate}}}}}")
+    train(recipe)
+    (newest(tmp_path) / f"{name}.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=rf"rl-3/model: must be a whole checkpoint, got .*{name}.safetensors"):
+        train(recipe, resume=True)
+
+
 def test_a_fresh_run_removes_the_earlier_one_alone(tmp_path: Path) -> None:
     """Once it can start; files and checkpoints of other names are the user's."""
     recipe, page = small.recipe(tmp_path, "sft=null", "rl.steps=1", "evaluation.every=0"), tmp_path / "report.html"
