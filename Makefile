@@ -13,7 +13,7 @@
 #   make bench             time the CPU against the installed peers and check every bar; about 40 minutes
 #   make bench-quick       compare the steady ratios with benchmarks/baseline.json; a minute
 #   make wheel             build the wheel of mode GRPO_KERNELS_BUILD (auto, none, cpu, cuda) into dist/
-#   make dist              build the sdist and the wheels of every build mode into dist/, and check them
+#   make dist              build the sdist, and wheels with and without compiled kernels, into dist/, and check them
 #   make docs              build the documentation into site/
 #   make gpu-check         with an NVIDIA GPU: build, test, time, sanitize; nine minutes, without a network
 PYTHON ?= python3
@@ -146,7 +146,7 @@ wheel: $(VENV)/packages
 docs: $(DOCS)/packages
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
-# What a release publishes, and the CUDA wheel. TAG=vX.Y.Z must match the version.
+# What a release publishes, and the wheel without compiled kernels. TAG=vX.Y.Z must match the version.
 TAG ?=
 dist: $(DIST)/packages
 	bash tools/build_wheels.sh $(TAG)

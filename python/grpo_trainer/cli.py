@@ -28,7 +28,7 @@ examples:
   grpo train arithmetic rl.algorithm.name=dr_grpo  with another algorithm
   grpo train my.yaml --dry-run                     see what a recipe of your own needs
   grpo train my.yaml --resume                      continue a run that was stopped or killed
-Ctrl-C ends a run after the present step, with a checkpoint.
+Ctrl-C ends a run after the present step, or before it while it samples, with a checkpoint.
 """
 _EVAL_EXAMPLES = """
 examples:

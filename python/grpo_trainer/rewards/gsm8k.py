@@ -58,13 +58,13 @@ class Gsm8k(WeightedReward):
     length: NonNegativeFloat = 0.0
     """reward of a solution of more than 50 characters"""
     vocabulary: NonNegativeFloat = 0.0
-    """reward of five words of mathematics"""
+    """reward of five words of mathematics; of fewer, a share"""
     steps: NonNegativeFloat = 0.0
     """reward of words that order steps"""
     numbers: NonNegativeFloat = 0.0
     """reward of a number besides the answer"""
     calculation: NonNegativeFloat = 0.0
-    """reward if all written calculations are true"""
+    """reward times the share of written calculations that are true"""
     dominant: bool = True
     """any correct answer must be worth more than any wrong one, so the other parts less than correct"""
 
