@@ -115,7 +115,9 @@ def finished(recipe: Recipe) -> RunFolder:
     if exists:
         refuse_other_recipe(recipe)
     if not exists or RunFolder(recipe.folder).final_evaluation() is None:
+        threads = torch.get_num_threads()
         train(recipe, resume=exists)
+        torch.set_num_threads(threads)  # a resumed run has its own number
     return RunFolder(recipe.folder)
 
 
@@ -252,7 +254,9 @@ def main() -> None:
             runs = {n: finished(recipes.load(n, [f"seed={seed}", outputs[n], *overrides])) for n in names}
             measure = None
             for name, run in runs.items():
-                if (pair := run.before_and_after()) is not None:
+                # that of SFT alone has one evaluation of the test split, and others of the validation split
+                last = run.final_evaluation()
+                if (pair := run.before_and_after()) is not None and last is not None and pair[1].split == last.split:
                     changes += gains(name, *pair)
         table += [{"": name, "seed": seed} | figures(run, measure) for name, run in runs.items()]
         folders += [run.path for run in runs.values()]

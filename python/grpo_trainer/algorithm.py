@@ -120,6 +120,9 @@ class Plan:
         for key in ("kl_aggregation", "entropy_aggregation"):
             value = getattr(loss, key)
             _refuse(value == "local-token-mean", f"algorithm.loss.{key}", rule, value, self.settings)
+        rule = "must be left out, as responses without a token in the loss are left out of its divisors"
+        key, value = "algorithm.loss.count_empty_rows", loss.count_empty_rows
+        _refuse(value and "count_empty_rows" in self.settings.loss, key, rule, value, self.settings)
         is_alike = self.settings.name == "polychromic" and group_size < 3
         rule = "must be at least 3, as a set of all responses credits all alike"
         _refuse(is_alike, "rollout.num_generations", rule, group_size, self.settings)
@@ -150,7 +153,8 @@ class Plan:
 def _refuse_cuts(segments: gk.SegmentConfig, settings: Algorithm) -> None:
     """Raises on settings of where segments end, as every token of ppo is one."""
     own = gk.SegmentConfig(group_max_size=1)
-    for key in ("group_max_size", "group_variance_threshold", "adaptive_threshold", "threshold_lr", "rule", "proxy"):
+    thresholds = ("group_variance_threshold", "adaptive_threshold", "threshold_lr", "min_threshold", "max_threshold")
+    for key in ("group_max_size", *thresholds, "rule", "proxy"):
         value = getattr(segments, key)
         rule = "must be left out, as every token is a segment; use group_ppo"
         _refuse(value != getattr(own, key), f"algorithm.segments.{key}", rule, value, settings)
@@ -330,6 +334,10 @@ def _credit_segments(plan: Plan, rollout: Rollout, rewards: Tensor, values: Tens
     last = (rollout.lengths - 1).clamp(min=0)[:, None]
     token_rewards.scatter_(1, last, rewards.nan_to_num()[:, None].to(token_rewards))
     by_segment = plan.loss.ratio.startswith("segment") and not plan.settings.sparse
+    # Terms of tokens need the advantage at each token. A term of a segment reads the last token that is left, and a
+    # correction may reject the segment's own.
+    is_shared = by_segment or ("credit" not in plan.settings.segments and not plan.settings.sparse)
+    config = dataclasses.replace(plan.segments, credit="broadcast") if is_shared else plan.segments
     result = gk.endpoint_segments(
         token_rewards,
         rollout.logprobs,
@@ -338,12 +346,13 @@ def _credit_segments(plan: Plan, rollout: Rollout, rewards: Tensor, values: Tens
         values=values,
         groups=rollout.group_size if plan.segments.norm == "prompt" else None,
         threshold=plan.threshold,
-        # a correction may reject the last token of a segment, whose term reads the last one that is left
-        config=dataclasses.replace(plan.segments, credit="broadcast") if by_segment else plan.segments,
+        config=config,
     )
     credit = Credit(result.advantages, mask, returns=result.returns)
+    if config.credit == "broadcast":
+        credit.endpoints = result.endpoint_mask
     if by_segment:
-        credit.segments, credit.endpoints = result.segment_ids, result.endpoint_mask
+        credit.segments = result.segment_ids
     elif plan.settings.sparse:
         credit.mask = result.endpoint_mask
     if plan.threshold is not None:

@@ -455,7 +455,12 @@ class Recipe(Section):
             rule = "with distributed: fsdp2"
             yield "model.lora", self.model.lora is None, f"must be null {rule}"
             yield "model.mixed_precision", self.model.mixed_precision != "fp16", f"must be no or bf16 {rule}"
-        if self.rl is None or self.rl.rollout.engine == "transformers":
+        if self.rl is None:
+            return
+        is_separate = self.rl.algorithm.critic is not None and self.rl.algorithm.critic.separate
+        rule = "must be false with rl.algorithm.critic.separate, a copy of the weights that would not be restored"
+        yield "model.four_bit", not (self.model.four_bit and is_separate), rule
+        if self.rl.rollout.engine == "transformers":
             return
         rule = "with rl.rollout.engine: vllm; change it, or use engine: transformers"
         is_seq2seq = self.model.path == "tiny" and self.model.tiny.architecture == "seq2seq"

@@ -16,8 +16,13 @@ OF_ALGORITHMS = [
         "rl.algorithm.loss={entropy_coef: 0.1, entropy_aggregation: local-token-mean}",
         ".*loss.entropy_aggregation: must not be a mean over each micro-batch, .*; give token-mean, got 'local-token-m",
     ),
+    (
+        "rl.algorithm.loss={aggregation: seq-mean-token-mean, count_empty_rows: true}",
+        ".*loss.count_empty_rows: must be left out, as responses without a token .*, got True with 'grpo'$",
+    ),
     ("rl.algorithm={name: gpg, advantage: {gain: nonzero}}", ".*advantage.gain: must be left out with drop_flat"),
     ("rl.algorithm={name: ppo, segments: {group_max_size: 8}}", ".*segments.group_max_size: .*; use group_ppo, got 8"),
+    ("rl.algorithm={name: ppo, segments: {max_threshold: 8.0}}", ".*segments.max_threshold: .*; use group_ppo, got 8"),
     (
         "rl.algorithm={name: polychromic, similarity: {embedder: hashed}} + rl.rollout.num_generations=2",
         ".*rollout.num_generations: must be at least 3, as a set of all .*, got 2 with 'polychromic'$",

@@ -156,6 +156,17 @@ def test_a_segment_keeps_its_advantage_without_its_last_token(ratio: str) -> Non
     assert torch.equal(whole.measured(), torch.where(ends, whole.advantages, 0))
 
 
+def test_terms_of_tokens_have_the_advantage_of_their_segment() -> None:
+    by_segment, by_token, sparse = (
+        credited({"name": "group_ppo", "segments": {"group_max_size": 3}} | more)[1]
+        for more in ({}, {"loss": {"ratio": "token"}}, {"sparse": True})
+    )
+    assert by_token.segments is None and torch.equal(by_token.advantages, by_segment.advantages)
+    assert torch.equal(by_token.measured(), by_segment.measured())
+    assert torch.equal(by_segment.measured(), sparse.advantages)
+    assert not torch.equal(by_token.advantages, sparse.advantages)
+
+
 def test_rewards_arrive_at_last_tokens_and_lengths_are_those_in_the_loss() -> None:
     returns = credited({"name": "ppo"}, torch.arange(12.0))[1].returns
     assert returns is not None

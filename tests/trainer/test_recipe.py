@@ -281,6 +281,10 @@ MISTAKES = [
     ("rl.algorithm.similarity.gpus_per_worker=0.5", ".*gpus_per_worker: must be 0 without workers, got 0.5$"),
     (f"{VLLM} + model.tiny.architecture=seq2seq", "model.tiny.architecture: must be causal with rl.rollout.engine"),
     (f"{VLLM} + rl.rollout.vllm.max_model_len=523", r".*max_model_len: must be at least .* \+ .*, 524, got 523$"),
+    (
+        "model={path: a/b, four_bit: true, lora: {}} + rl.algorithm={name: ppo, critic: {separate: true}}",
+        "model.four_bit: must be false with rl.algorithm.critic.separate, .*, got True$",
+    ),
     ("distributed=fsdp2 + model.lora={}", "model.lora: must be null with distributed: fsdp2, got "),
     ("distributed=fsdp2 + model.mixed_precision=fp16", "model.mixed_precision: must be no or bf16"),
     ("evaluation={solved: 0.5, solved_quantile: 0.5}", "evaluation.solved: must be left out with solved_"),
