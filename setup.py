@@ -4,11 +4,12 @@ GRPO_KERNELS_BUILD   result
   none               a pure-Python wheel with the Triton and reference backends
   cpu                the CPU kernels; needs a C++ compiler
   cuda               the CPU and CUDA kernels; needs nvcc, but neither a GPU nor a CUDA build of torch
-  auto (default)     cuda with nvcc and a CUDA build of torch, else cpu with a C++ compiler, else none; torch is the
-                     installed one with pip's --no-build-isolation, else the one that pip fetches for the build. A name
-                     of a compiler exists on macOS without Xcode's tools, so it must first compile a line of C++20.
-A failed compilation is an error in every mode. The libraries use no header of Python's, so a wheel serves every version
-of Python on its platform.
+  auto (default)     cuda for the GPUs of this machine, with nvcc and a CUDA build of torch; else cpu with a C++
+                     compiler, else none. A name of a compiler exists on macOS without Xcode's tools, so it must first
+                     compile a line of C++20.
+torch is the installed one with pip's --no-build-isolation, else the one that pip fetches for the build. A failed
+compilation is an error in every mode. The libraries use no header of Python's, so a wheel serves every version of
+Python on its platform. Objects are kept in build/kernels, so another build compiles only what has changed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,13 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
 MODES = ("auto", "none", "cpu", "cuda")
+OBJECTS = ROOT / "build" / "kernels"
+# Minutes that one core of a 2.6 GHz AMD EPYC compiles: the CPU kernels, and the CUDA kernels for one architecture.
+CPU_MINUTES, CUDA_MINUTES, ALL_ARCHITECTURES = 3, 4, 6
+
+
+def say(message: str) -> None:
+    print(f"grpo-kernels: {message}", file=sys.stderr, flush=True)
 
 
 def nvcc() -> str | None:
@@ -53,6 +61,21 @@ def compiles(compiler: str) -> bool:
         return False
 
 
+def visible_gpus() -> str:
+    """The architectures of this machine's GPUs as CMake names them; empty without one that torch and nvcc serve."""
+    try:
+        import torch
+    except ImportError:
+        raise SystemExit(
+            "grpo-kernels: PyTorch must be installed before the kernels are built; pip install torch, or set "
+            "GRPO_KERNELS_BUILD=none to do without them"
+        ) from None
+    if not torch.version.cuda or not nvcc() or not torch.cuda.is_available():
+        return ""
+    capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return ";".join(f"{major}{minor}-real" for major, minor in sorted(capabilities))
+
+
 def build_mode() -> str:
     mode = os.environ.get("GRPO_KERNELS_BUILD", "auto")
     if mode not in MODES:
@@ -68,11 +91,9 @@ def build_mode() -> str:
     elif sys.platform == "darwin" and not compiles(compiler):
         why = f"{compiler} does not compile C++20"
     if why:
-        print(f"grpo-kernels: {why}, building without compiled kernels", file=sys.stderr)
+        say(f"{why}, building without compiled kernels")
         return "none"
-    import torch
-
-    return "cuda" if torch.version.cuda and nvcc() else "cpu"
+    return "cuda" if visible_gpus() else "cpu"
 
 
 class FreshBuild(build_py):
@@ -115,17 +136,21 @@ class CMakeBuild(build_ext):
         for library in output.glob("libgrpo_kernels_*.so"):  # of an earlier build of another mode
             if library.stem not in names:
                 library.unlink()
-        build = Path(self.build_temp).resolve()
-        if not self.inplace:  # whose cache may have options of an earlier build
-            shutil.rmtree(build, ignore_errors=True)
-        build.mkdir(parents=True, exist_ok=True)
-        cmake = program("cmake", "CMAKE_BIN_DIR") or "cmake"
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        # options and compilers of an earlier build
+        (OBJECTS / "CMakeCache.txt").unlink(missing_ok=True)
+        for folder in OBJECTS.glob("CMakeFiles/[0-9]*"):
+            shutil.rmtree(folder)
+        cmake = program("cmake", "CMAKE_BIN_DIR")
+        if cmake is None:
+            raise SystemExit("grpo-kernels: CMake must be installed before the kernels are built; pip install cmake")
+        gpus = visible_gpus()
         configure = [
             cmake,
             "-S",
             str(ROOT),
             "-B",
-            str(build),
+            str(OBJECTS),
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DGRPO_OUTPUT_DIR={output}",
@@ -141,11 +166,27 @@ class CMakeBuild(build_ext):
             if compiler is None:
                 raise SystemExit("GRPO_KERNELS_BUILD=cuda needs nvcc, on PATH or in $CUDA_HOME/bin; found none")
             configure.append(f"-DCMAKE_CUDA_COMPILER={compiler}")
+            if os.environ.get("GRPO_KERNELS_BUILD", "auto") == "auto":
+                configure.append(f"-DGRPO_CUDA_ARCHITECTURES={gpus}")
         # for example -DGRPO_CUDA_ARCHITECTURES=90-real for the GPU at hand
         configure += os.environ.get("CMAKE_ARGS", "").split()
-        subprocess.run(configure, check=True)
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
-        subprocess.run([cmake, "--build", str(build), "--parallel", jobs], check=True)
+        announce(configure, has_cuda, int(jobs))
+        subprocess.run(configure, check=True)
+        subprocess.run([cmake, "--build", str(OBJECTS), "--parallel", jobs], check=True)
+
+
+def announce(configure: list[str], has_cuda: bool, jobs: int) -> None:
+    """Says what is compiled and about how long that takes; pip shows it with -v."""
+    what, minutes = "the CPU kernels", CPU_MINUTES
+    if has_cuda:
+        chosen = [option for option in configure if option.startswith("-DGRPO_CUDA_ARCHITECTURES=")]
+        names = chosen[-1].partition("=")[2] if chosen else ""
+        what += f" and the CUDA kernels for {names or 'all architectures'}"
+        minutes += CUDA_MINUTES * (len(names.split(";")) if names else ALL_ARCHITECTURES)
+    say(f"compiling {what} with {jobs} jobs, about {max(1, round(minutes / jobs))} minutes unless built before")
+    if not has_cuda:
+        say("those for GPUs need nvcc and are built for the GPUs found; GRPO_KERNELS_BUILD=cuda builds them for all")
 
 
 class PlatformWheel(bdist_wheel):

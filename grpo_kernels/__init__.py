@@ -43,6 +43,11 @@ from grpo_kernels.ops.token_logprobs import TokenLogprobs, token_logprobs
 
 __version__ = "0.2.0"
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 __all__ = [
     "AdvantageConfig",
     "CorrectionConfig",

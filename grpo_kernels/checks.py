@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from numbers import Real
@@ -30,7 +31,7 @@ def dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
 def tensor(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
     """A local tensor of one of these dtypes."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}{_as_tensor(value)}")
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}{_as_tensor(name, value)}")
     if type(value).__name__ == "DTensor":  # compared by name because importing the class takes a second
         raise TypeError(f"{op}: {name} must be a tensor of this rank, got DTensor; use to_local() or full_tensor()")
     if value.dtype not in dtypes:
@@ -59,8 +60,13 @@ def local(op: str, name: str, value: Any) -> Any:
     return value.to_local()
 
 
-def _as_tensor(value: object) -> str:
+def _as_tensor(name: str, value: object) -> str:
     """How a value becomes the tensor that it stands for, as the end of an error."""
+    fields = getattr(value, "_fields", ())  # of a result of ours: is_weights are its weights, segments its segment_ids
+    stem = name.rpartition("_")[2].removesuffix("s")
+    meant = (field for field in fields if stem in field or field.partition("_")[0] in name)
+    if own := next(meant, fields[0] if fields else None):
+        return f"; pass its .{own}"
     if isinstance(value, list | tuple) or type(value).__name__ == "ndarray":
         return "; torch.as_tensor(...) converts it"
     has_weight = isinstance(value, torch.nn.Module) and isinstance(getattr(value, "weight", None), Tensor)
@@ -80,7 +86,8 @@ def per_row(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...], 
         and isinstance(value, Iterable)
         and not isinstance(value, str)
     ):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}; {_GROUP_IDS}")
+        way_out = _as_tensor(name, value) if hasattr(value, "_fields") else f"; {_GROUP_IDS}"
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}{way_out}")
     checked = tensor(op, name, value, dtypes)
     if checked.shape != like.shape[:1]:
         raise ValueError(
@@ -127,13 +134,57 @@ def metric_rows(where: str, value: object, length: int) -> Tensor:
     )
 
 
-def values(op: str, name: str, rule: str, is_wrong: Tensor, found: Tensor) -> None:
+def values(op: str, name: str, rule: str, is_wrong: Tensor, found: Tensor, way_out: str = "") -> None:
     """Refuses values: at once on the CPU, with the first and its place, and on a GPU when its stream gets there."""
-    if is_wrong.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(~is_wrong.any(), f"{op}: {name} must {rule}")
+    if not is_readable(is_wrong):
+        torch._assert_async(~is_wrong.any(), f"{op}: {name} must {rule}{way_out}")
     elif bool(is_wrong.any()):
         place = is_wrong.nonzero()[0].tolist()
-        raise ValueError(f"{op}: {name} must {rule}, got {found[tuple(place)].item()} at {place}")
+        raise ValueError(f"{op}: {name} must {rule}, got {found[tuple(place)].item()} at {place}{way_out}")
+
+
+def is_readable(values: Tensor) -> bool:
+    """Whether values can be looked at without a wait for a GPU or a break of torch.compile's graph."""
+    return values.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def flags(op: str, name: str, value: Tensor) -> Tensor:
+    """A mask as bools. One of floats holds 0 and 1 alone, as an additive mask has 0 where a token takes part."""
+    if value.dtype == torch.bool:
+        return value
+    if value.is_floating_point():
+        is_neither = (value != 0) & (value != 1)
+        values(op, name, "hold 0 and 1 alone", is_neither, value, "; an additive mask? pass mask == 0")
+    return value != 0
+
+
+# Rounding, and log-probs that stand for the ratios of rollouts or for averages, may end above 0.
+_LARGEST_LOGPROB = 0.01
+
+
+def log_probs(op: str, name: str, value: Tensor, valid: Tensor | None) -> None:
+    """Refuses on the CPU what cannot be log-probs: of the tokens that take part, none is below 0 and one above."""
+    if not is_readable(value) or value.numel() == 0 or bool(value.detach().amin() < 0):
+        return
+    counted = value.detach() if valid is None else torch.where(valid, value.detach(), 0)
+    least, most = (float(end) for end in counted.nan_to_num(0.0).aminmax())
+    if least >= 0 and most > _LARGEST_LOGPROB:
+        raise ValueError(
+            f"{op}: {name} must be log-probs, which are at most 0, got none below 0 and {most:.3g}; "
+            f"a negative log-likelihood? pass -{name}; probabilities? pass {name}.log()"
+        )
+
+
+def no_token_left_out(op: str, cu_seqlens: Tensor, tokens: int, valid: Tensor | None) -> None:
+    """Refuses on the CPU tokens after the last row that no mask leaves out."""
+    if not is_readable(cu_seqlens):
+        return
+    last = int(cu_seqlens[-1])
+    if 0 <= last < tokens and (valid is None or bool(valid[last:].any())):
+        raise ValueError(
+            f"{op}: cu_seqlens must end at the number of tokens, {tokens}, got {last}; "
+            "padding after the last row needs a mask that is False there"
+        )
 
 
 def constant(op: str, name: str, value: Tensor) -> None:
@@ -144,14 +195,23 @@ def constant(op: str, name: str, value: Tensor) -> None:
         )
 
 
-def group_size(op: str, groups: object) -> int:
+def group_size(op: str, groups: object, rows: int, way_out: str | None = None) -> int:
     """The argument `groups` that is no tensor: the number of consecutive rows of each group."""
+    rule = "an int, the size of each group, or an integer tensor of ids"
+    if hasattr(groups, "_fields"):
+        raise TypeError(f"{op}: groups must be {rule}, got {type(groups).__name__}{_as_tensor('groups', groups)}")
     try:
-        return integer(op, "groups", groups, "an int or an integer tensor")
+        size = integer(op, "groups", groups, rule)
     except TypeError as error:
         if isinstance(groups, Iterable) and not isinstance(groups, str):
             raise TypeError(f"{error}; {_GROUP_IDS}") from None
         raise
+    if size < 1 or rows % size != 0:
+        way_out = way_out or "pass a tensor of ids for groups of unequal size"
+        raise ValueError(
+            f"{op}: groups must be the size of each group and divide the number of rows, {rows}, got {size}; {way_out}"
+        )
+    return size
 
 
 def config_or_name(where: str, name: str, value: object, kind: type) -> None:
@@ -229,6 +289,18 @@ def with_defaults(where: str, fields: Any, defaults: dict[str, Any], unchecked: 
         elif isinstance(default, int | float | None) and (isinstance(value, bool) or not isinstance(value, Real)):
             raise TypeError(f"{where}: {name} must be a number, got {type(value).__name__} {value!r}")
     return defaults | dict(fields)
+
+
+def peer_fields(defaults: dict[str, Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Gives a constructor that takes a peer's fields a signature with these, which help() shows."""
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        first = inspect.Parameter("cls", inspect.Parameter.POSITIONAL_ONLY)
+        fields = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=d) for name, d in defaults.items()]
+        function.__signature__ = inspect.Signature([first, *fields])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def of_peer(config: type[T], peer: str, translate: Callable[..., dict[str, Any]], given: dict[str, Any]) -> T:

@@ -67,9 +67,7 @@ class RowGroups(NamedTuple):
         if isinstance(groups, Tensor):
             ids = checks.per_row(op, "groups", groups, checks.INTEGERS, rows).long()
         else:
-            checks.group_size(op, groups)
-            if groups < 1 or count % groups != 0:
-                raise ValueError(f"{op}: groups must divide the number of rows, {count}, got {groups}")
+            checks.group_size(op, groups, count)
             places = torch.arange(count + 1, device=rows.device)
             order = places[:-1]
             return cls(order, (places * groups).clamp(max=count), order // groups)
@@ -216,14 +214,9 @@ def check_layout(
     if isinstance(groups, Tensor):
         ids = checks.per_row(op, "groups", groups, checks.INTEGERS, rows)
         return _layout_of_ids(op, ids, num_groups, max_size, limit)
-    checks.group_size(op, groups)
-    if groups < 1 or groups > limit:
-        raise ValueError(f"{op}: groups must have 1 to {limit} rows each, got {groups}")
-    if count % groups != 0:
-        raise ValueError(
-            f"{op}: groups must divide the number of rows, {count}, got {groups}; "
-            "pass a tensor of ids for groups of unequal size"
-        )
+    checks.group_size(op, groups, count)
+    if groups > limit:
+        raise ValueError(f"{op}: groups must have at most {limit} rows each, got {groups}")
     for name, value, actual in (("num_groups", num_groups, count // groups), ("max_size", max_size, groups)):
         if value is not None and value != actual:
             raise ValueError(f"{op}: {name} must be {actual} for {count} rows in groups of {groups}, got {value}")

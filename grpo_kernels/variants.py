@@ -45,13 +45,18 @@ class _Batch:
         self.rows = TokenRows(self.op, like.shape, bounds, like.device)
         flags = self.layout.flags("mask", mask)
         everywhere = torch.ones(like.numel(), dtype=torch.bool, device=like.device)
+        if bounds is not None:
+            checks.no_token_left_out(self.op, bounds, like.numel(), flags)
         self.valid = self.rows.within(everywhere if flags is None else flags.reshape(-1))
         self.tokens = self.rows.sum(self.valid.double())  # of each row
 
     def leaf(self, name: str, values: Tensor) -> Tensor:
         """Log-probs that keep their gradient, 0 where masked."""
         checked = self.layout.floats(name, checks.tensor(self.op, name, values, checks.FLOATS), detach=False)
-        return torch.where(self.valid, cast(Tensor, checked).reshape(-1), 0)
+        result = torch.where(self.valid, cast(Tensor, checked).reshape(-1), 0)
+        if name.endswith("logprobs"):
+            checks.log_probs(self.op, name, result, self.valid)
+        return result
 
     def of_tokens(self, name: str, values: Tensor) -> Tensor:
         """Numbers without a gradient, 0 where masked."""
@@ -325,7 +330,7 @@ def future_kl_weights(
     moved = lp - batch.old("old_logprobs", old_logprobs, lp)
     summed = moved if cap is None else torch.where(moved > math.log(cap), 0, moved)
     discounted = TokenAdvantageConfig("reinforce", gamma=2 ** (-1 / half_life))
-    everywhere = torch.ones(batch.layout.shape, dtype=torch.bool, device=lp.device)
+    everywhere = batch.shaped(batch.rows.within(torch.ones_like(lp, dtype=torch.bool)))
     future = token_advantages(batch.shaped(summed), mask=everywhere, cu_seqlens=cu_seqlens, config=discounted).returns
     weights = future.reshape(-1).exp()
     if clip is not None:

@@ -18,6 +18,17 @@ import torch
 ROOT = Path(__file__).parent.parent
 
 
+def checkout(folder: Path) -> Path:
+    """The files that setup.py reads, with empty packages."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        folder.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder)
+    for package in ("grpo_kernels", "python/grpo_trainer", "python/grpo_conformance", "recipes"):
+        (folder / package).mkdir(parents=True)
+    shutil.copy(ROOT / "grpo_kernels" / "__init__.py", folder / "grpo_kernels")
+    return folder
+
+
 @pytest.mark.parametrize("has_packages", [True, False])
 def test_build_uses_the_programs_of_this_environment(tmp_path: Path, has_packages: bool) -> None:
     """Programs of this environment's packages take precedence over PATH, as a system CMake may be too old for nvcc.
@@ -37,11 +48,18 @@ def test_build_uses_the_programs_of_this_environment(tmp_path: Path, has_package
     stale = tmp_path / "lib" / "grpo_kernels" / "libgrpo_kernels_cuda.so"
     stale.parent.mkdir(parents=True)
     stale.touch()
+    old = checkout(tmp_path / "checkout") / "build" / "kernels"
+    (old / "CMakeFiles" / "3.25.1").mkdir(parents=True)
+    (old / "CMakeFiles" / "an_object.o").touch()
+    (old / "CMakeCache.txt").touch()
     folders = ["--build-temp", str(tmp_path / "temp"), "--build-lib", str(tmp_path / "lib")]
     variables = {"PATH": f"{tmp_path / 'path'}{os.pathsep}{os.environ['PATH']}", "GRPO_KERNELS_BUILD": "cpu"}
     command = [sys.executable, "setup.py", "-q", "build_ext", *folders]
     environment = os.environ | variables | {"PYTHONPATH": str(modules)}
-    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=120, capture_output=True)
+    at = tmp_path / "checkout"
+    done = subprocess.run(command, check=True, cwd=at, env=environment, timeout=120, capture_output=True, text=True)
+    assert "compiling the CPU kernels with" in done.stderr and "GRPO_KERNELS_BUILD=cuda" in done.stderr
+    assert [file.name for file in old.rglob("*") if file.is_file()] == ["an_object.o"], "objects alone are kept"
     assert not stale.exists(), "a library of another mode would be part of the wheel"
     configure, build = log.read_text().splitlines()
     folder = "own" if has_packages else "path"
@@ -65,11 +83,7 @@ def test_architectures_are_those_that_nvcc_supports(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["none", "cpu"])
 def test_an_editable_install_keeps_or_replaces_kernels(tmp_path: Path, mode: str) -> None:
     """Mode none leaves those of another environment; the others remove what they do not build."""
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    for package in ("grpo_kernels", "python/grpo_trainer", "python/grpo_conformance", "recipes"):
-        (tmp_path / package).mkdir(parents=True)
-    shutil.copy(ROOT / "grpo_kernels" / "__init__.py", tmp_path / "grpo_kernels")
+    checkout(tmp_path)
     library = tmp_path / "grpo_kernels" / "libgrpo_kernels_cuda.so"
     library.touch()
     for name in ("cmake", "ninja"):
@@ -119,6 +133,45 @@ def test_automatic_mode_of_each_platform(
         monkeypatch.setenv("CXX", compiler)
     assert functions["build_mode"]() == mode
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("capabilities", [[], [(9, 0)], [(9, 0), (8, 0), (9, 0)]])
+def test_automatic_mode_builds_for_the_gpus_that_it_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]]
+) -> None:
+    (tmp_path / "nvcc").write_text("#!/bin/sh\n")
+    (tmp_path / "nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.setenv("GRPO_KERNELS_BUILD", "none")
+    functions = runpy.run_path(str(ROOT / "setup.py"))
+    monkeypatch.delenv("GRPO_KERNELS_BUILD")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+    assert functions["build_mode"]() == ("cuda" if capabilities else "cpu")
+    wanted = {0: "", 1: "90-real", 3: "80-real;90-real"}[len(capabilities)]
+    assert functions["visible_gpus"]() == wanted
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("setuptools", "grpo-kernels: setuptools must be installed with --no-build-isolation; pip install"),
+        ("torch", "grpo-kernels: PyTorch must be installed before the kernels are built; pip install torch"),
+    ],
+)
+def test_a_missing_package_is_one_sentence(tmp_path: Path, missing: str, message: str) -> None:
+    """pip calls the backend in a process of its own and shows what that prints."""
+    folder = checkout(tmp_path / "checkout")
+    (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError({missing!r})")
+    program = "from build_backend import build_wheel; build_wheel('.')"
+    environment = os.environ | {"GRPO_KERNELS_BUILD": "auto", "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'tools'}"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and message in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="needs clang++")

@@ -60,5 +60,24 @@ def test_public_api_is_the_listed_one() -> None:
     assert listing() == LISTED.read_text()
 
 
+def test_results_of_functions_are_documented() -> None:
+    functions = {name: value for name in gk.__all__ if inspect.isfunction(value := getattr(gk, name))}
+    without = {name for name, function in functions.items() if "    Returns:\n" not in function.__doc__}
+    assert without == {"available_kernels"}, "its first line says it"
+
+
+def test_help_shows_the_fields_of_peers() -> None:
+    for config in (gk.LossConfig, gk.CorrectionConfig):
+        for constructor in (config.trl, config.verl):
+            fields = inspect.signature(constructor).parameters
+            assert len(fields) > 3
+            for name, field in fields.items():
+                assert constructor(**{name: field.default}) == constructor(), name
+
+
+def test_dir_has_public_names_alone() -> None:
+    assert dir(gk) == sorted(gk.__all__)
+
+
 if __name__ == "__main__":
     print(listing(), end="")

@@ -47,7 +47,7 @@ def ours(fields: dict[str, Any]) -> Call:
 
     def call(b: Batch) -> tuple[Tensor, Tensor]:
         result = gk.sampling_correction(b.old, b.sampling, mask=b.mask, config=config)
-        result.metrics.to_dict("verl")
+        result.metrics.verl()
         return result.weights, result.mask.float()
 
     return call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -104,7 +105,10 @@ class Batch:
         return self.replace(**{name: torch.where(self.mask, getattr(self, name), value) for name in names})
 
     def of_ratio(self, ratio: float) -> Batch:
-        return self.replace(logprobs=self.old_logprobs + torch.tensor(ratio, dtype=torch.float64).log())
+        """The batch with this ratio everywhere, and log-probs that are at most 0."""
+        gap = math.log(ratio)
+        old = self.old_logprobs - max(gap, 0.0)
+        return self.replace(old_logprobs=old, logprobs=old + gap)
 
 
 _BY_TOKEN = ("mask", "logprobs", "old_logprobs", "ref_logprobs", "entropy", "token_rewards", "values")

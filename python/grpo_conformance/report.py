@@ -59,7 +59,7 @@ def tables(results: Results, link: str = "{thread}") -> list[Table]:
 
 
 def text(results: Results) -> str:
-    """The tables for a terminal, with the settings of each case that went wrong, and why others were not run."""
+    """The tables for a terminal, with settings and inputs of each case that went wrong, and why others were not run."""
     (_, _, invariants), (_, _, wrong), (_, _, conventions) = tables(results)
     cases = {one.case.name: one.case for of in results.values() for one in of if isinstance(one.case, Invariant)}
     width = max((len(name) for name, *_ in invariants), default=0)
@@ -69,7 +69,8 @@ def text(results: Results) -> str:
         lines.append(f"{name:<{width}}  {'  '.join(cells)}".rstrip())
     lines += ["", "What went wrong"] if wrong else []
     for name, trainer, numbers, _ in wrong:
-        cells = [f"{name}: {cases[name].title}", trainer, cases[name].settings, numbers]
+        case = cases[name]
+        cells = [f"{name}: {case.title}", trainer, case.settings, case.inputs, numbers]
         lines.append(" | ".join(cell for cell in cells if cell))
     absent = defaultdict[tuple[str, str], list[str]](list)
     for trainer, of in results.items():

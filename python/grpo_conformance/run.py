@@ -18,6 +18,11 @@ SETTINGS = {  # of a batch that a method should read
     "loss": ("aggregation", "ratio", "clip", "kl_coef", "entropy_coef", "packed"),
 }
 METHODS = tuple(SETTINGS)
+INPUTS = {  # numbers of a batch that a method should read, and a report shows
+    "advantages": ("rewards", "groups", "rollouts"),
+    "token_advantages": ("token_rewards", "values", "rollouts"),
+    "loss": ("advantages", "rollouts"),
+}
 PASSES, FAILS, ERROR, NOT_OFFERED, REPORTS = "yes", "NO", "ERROR", "-", "reports"
 
 
@@ -43,6 +48,20 @@ class Invariant:
             name for name in values if name in ("estimator", "aggregation") or values[name] != getattr(Batch, name)
         ]
         return " ".join(f"{name}={values[name]!r}" for name in shown)
+
+    @property
+    def inputs(self) -> str:
+        """The batch that the case gives: its mask, a word for each row, and the numbers that the method reads."""
+        batch = self.given if isinstance(self.given, Batch) else self.given[0].total
+        shown = [name for name in INPUTS[self.method] if name != "rollouts" or batch.has_rollouts]
+        words = " ".join("".join(str(int(token)) for token in row) for row in batch.mask.tolist())
+        return "; ".join([f"mask {words}", *(f"{name} {_numbers(getattr(batch, name))}" for name in shown)])
+
+
+def _numbers(values: Tensor) -> str:
+    if values.dim() == 0:
+        return f"{values.item():g}"
+    return f"[{', '.join(map(_numbers, values))}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +187,12 @@ def _compared(case: Invariant, asked: Asked) -> Result:
     names = ["loss", "gradient outside the mask"] if case.method == "loss" else []
     names += [f"{unit} {i}" for i in range(len(expected) - len(names))]
     is_wrong = is_compared & ~torch.isclose(got, expected, rtol=case.tolerance, atol=case.tolerance)
-    wrong = [f"{names[i]} is {got[i]:.4g}, not {expected[i]:.4g}" for i in is_wrong.nonzero().flatten().tolist()]
+    wrong = [f"{names[i]} is {_beside(got[i], expected[i])}" for i in is_wrong.nonzero().flatten().tolist()]
     more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     return Result(case, FAILS if wrong else PASSES, "; ".join(wrong[:3]) + more)
+
+
+def _beside(got: Tensor, expected: Tensor) -> str:
+    """A wrong number beside the right one, and how many times that it is."""
+    ratio = got / expected
+    return f"{got:.4g}, not {expected:.4g}" + (f" ({ratio:.3g} times)" if ratio.isfinite() and got != 0 else "")

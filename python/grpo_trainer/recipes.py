@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,25 +173,39 @@ def validated(kind: type[Section], values: Mapping[str, Any], where: str = "") -
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise ValueError(explain(error, where, lambda parts: _keys_at(kind, parts))) from None
+        message = explain(error, where, lambda parts: _keys_at(kind, parts), lambda name: [*_places_of(kind, name)])
+        raise ValueError(message) from None
 
 
-def explain(error: ValidationError, where: str, keys_at: Callable[[Sequence[Any]], list[str]]) -> str:
+def explain(
+    error: ValidationError,
+    where: str,
+    keys_at: Callable[[Sequence[Any]], list[str]],
+    places_of: Callable[[str], list[str]],
+) -> str:
     """The mistakes that pydantic found, as `key: rule, got value`, a line each.
 
     Args:
         error: the mistakes.
         where: key of what was validated.
         keys_at: the known keys at a place below it.
+        places_of: the paths of the known keys with a name.
     """
-    return "\n  ".join(dict.fromkeys(_sentence(problem, where, keys_at) for problem in error.errors()))
+    return "\n  ".join(dict.fromkeys(_sentence(problem, where, keys_at, places_of) for problem in error.errors()))
 
 
-def _sentence(problem: Mapping[str, Any], where: str, keys_at: Callable[[Sequence[Any]], list[str]]) -> str:
+def _sentence(
+    problem: Mapping[str, Any],
+    where: str,
+    keys_at: Callable[[Sequence[Any]], list[str]],
+    places_of: Callable[[str], list[str]],
+) -> str:
     parts = [part for part in problem["loc"] if part not in ("int", "str")]  # the choices of a union
     path = ".".join(map(str, [where, *parts] if where else parts))
     value, what = problem["input"], problem["type"]
     if what in ("extra_forbidden", "unexpected_keyword_argument"):
+        if places := places_of(str(parts[-1])):
+            return f"{path}: no such key; it is {min(places, key=lambda place: place.count('.'))}"
         return unknown_key(path.rpartition(".")[0], str(parts[-1]), keys_at(parts[:-1]))
     if what == "value_error":  # of a rule over several keys, whose text begins with the last part of its own
         text = str(problem["ctx"]["error"])
@@ -213,6 +227,16 @@ def _keys_at(kind: type[Section], parts: Sequence[Any]) -> list[str]:
             assert section is not None, parts
             kind = section
     return list(kind.model_fields)
+
+
+def _places_of(kind: type[Section], name: str, path: str = "") -> Iterator[str]:
+    """The paths of a section's keys with this name."""
+    for key, field in kind.model_fields.items():
+        place = f"{path}.{key}".lstrip(".")
+        if key == name:
+            yield place
+        if (inner := section_in(field.annotation)) is not None:
+            yield from _places_of(inner, name, place)
 
 
 def section_in(annotation: Any) -> type[Section] | None:

@@ -62,12 +62,15 @@ def test_the_status_says_whether_an_invariant_fails(files: dict[str, str], capsy
     assert main([files["wrong"], files["right"]]) == 1
     out = capsys.readouterr().out
     title = "masked-vote: The reward of a masked row moves no mean"
-    assert f"{title} | mine<b> | estimator='mean' | row 1 is -31.67, not 1; row 2 is -33.67, not -1\n" in out
+    given = "mask 00 11 11; rewards [100, 3, 1]; groups [0, 0, 0]"
+    wrong = "row 1 is -31.67, not 1 (-31.7 times); row 2 is -33.67, not -1 (33.7 times)"
+    assert f"{title} | mine<b> | estimator='mean' | {given} | {wrong}\n" in out
     first = next(line for line in out.splitlines() if line.startswith("mean "))
     assert first.split() == ["mean", "NO", "yes"]
     assert main([files["broken"]]) == 1
     assert (
-        f"{title} | mine<b> | estimator='mean' | raises ZeroDivisionError: division by zero" in capsys.readouterr().out
+        f"{title} | mine<b> | estimator='mean' | {given} | raises ZeroDivisionError: division by zero"
+        in capsys.readouterr().out
     )
 
 
@@ -98,8 +101,12 @@ def test_what_is_written(files: dict[str, str], tmp_path: Path) -> None:
     listed = json.loads(paths["json"].read_text())
     assert listed["Invariants"][0] == ["case", "what must hold", "mine<b>", "plain", "met in"]
     (one,) = (cells for cells in listed["What went wrong"] if cells[0] == "masked-vote")
-    assert one[:3] == ["masked-vote", "mine<b>", "row 1 is -31.67, not 1; row 2 is -33.67, not -1"]
-    assert "<td>masked-vote</td><td>mine&lt;b&gt;</td><td>row 1 is -31.67, not 1; row 2" in page
+    assert one[:3] == [
+        "masked-vote",
+        "mine<b>",
+        "row 1 is -31.67, not 1 (-31.7 times); row 2 is -33.67, not -1 (33.7 times)",
+    ]
+    assert "<td>masked-vote</td><td>mine&lt;b&gt;</td><td>row 1 is -31.67, not 1 (-31.7 times); row 2" in page
 
 
 def test_the_terminal_says_why_cases_are_not_offered(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,16 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         r"use_bias_correction_kl must be False with LossConfig\(ratio='sequence_token'\) and beta",
     ),
     ({"advantages": gk.AdvantageConfig(reward_weights=(1.0, 2.0))}, {}, "advantages.reward_weights must be left out"),
+    (
+        {"advantages": gk.AdvantageConfig()},
+        {"scale_rewards": "batch"},
+        "scale_rewards must be left out with an AdvantageConfig, which replaces it, got 'batch'$",
+    ),
+    (
+        {"advantages": gk.AdvantageConfig()},
+        {"multi_objective_aggregation": "normalize_then_sum"},
+        "multi_objective_aggregation must be left out with an AdvantageConfig",
+    ),
     ({"advantages": gk.AdvantageConfig("remax")}, {}, "advantages must not need baselines, .* got estimator 'remax'"),
     ({"advantages": gk.AdvantageConfig(shrinkage=4.0)}, {}, "similarity and embedder must be given for advantages"),
     (SEGMENTS, {}, "scale_rewards must be 'none' with segments, .* got 'group'"),
@@ -90,6 +100,15 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_refused_at_construction(tmp_path: Path, options: Any, changes: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^FusedGRPOTrainer: {message}"):
         made(tmp_path, changes=changes, **options)
+
+
+@pytest.mark.parametrize("masked_rows", ["leave_out", "vote"])
+def test_a_default_that_is_not_that_of_trl_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, masked_rows: str
+) -> None:
+    made(tmp_path, changes={"mask_truncated_completions": True}, masked_rows=masked_rows)
+    lines = [line for line in caplog.messages if "masked_rows='vote'" in line]
+    assert len(lines) == (masked_rows == "leave_out")
 
 
 def test_weights_of_vllm_that_a_loss_cannot_use(tmp_path: Path) -> None:

@@ -49,9 +49,10 @@ def in_parts(inputs: Inputs, parts: list[Tensor], *names: str, **changes: Any) -
 
 
 def end_to_end(value: Tensor, lengths: list[int], extra: int) -> Tensor:
-    """The first tokens of each row one after the other, with tokens of no row, which hold no number, after the last."""
+    """The first tokens of each row one after the other, then tokens of no row, which no mask has and hold no number."""
     parts = [row[:length] for row, length in zip(value, lengths, strict=True)]
-    return torch.cat([*parts, value.new_full((extra,), math.nan if value.is_floating_point() else 1)])
+    fill = math.nan if value.is_floating_point() else value.dtype != torch.bool
+    return torch.cat([*parts, value.new_full((extra,), fill)])
 
 
 def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Inputs], Same]:

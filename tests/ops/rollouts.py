@@ -42,7 +42,7 @@ class Rows:
     def packed(self, whole: Tensor) -> Tensor:
         """Values [M] of the pieces, from those of whole rollouts [R, T], and of two tokens of no row."""
         parts = [whole[rollout, first : first + count] for rollout, first, count in self.pieces]
-        return torch.cat([*parts, whole.new_ones(2)])
+        return torch.cat([*parts, whole.new_full((2,), whole.dtype != torch.bool)])
 
     def padded(self, whole: Tensor) -> Tensor:
         parts = [whole[rollout, first : first + count] for rollout, first, count in self.pieces]

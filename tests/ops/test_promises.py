@@ -108,10 +108,11 @@ def test_the_default_device_changes_no_measurement() -> None:
     tokens, bounds = -torch.rand(2, 6), torch.tensor([0, 4, 5])
     segments = gk.endpoint_segments(tokens, tokens, tokens, values=tokens)
     old = tokens[0].index_fill(0, torch.tensor([5]), NAN)  # of no row
-    expected = gk.segment_metrics(segments), gk.sampling_correction(old, tokens[1], cu_seqlens=bounds)
+    rows = {"cu_seqlens": bounds, "mask": torch.arange(6) < 5}
+    expected = gk.segment_metrics(segments), gk.sampling_correction(old, tokens[1], **rows)
     with torch.device("meta"):
         assert gk.segment_metrics(segments) == expected[0]
-        assert torch.equal(gk.sampling_correction(old, tokens[1], cu_seqlens=bounds).weights, expected[1].weights)
+        assert torch.equal(gk.sampling_correction(old, tokens[1], **rows).weights, expected[1].weights)
 
 
 @functools.cache
@@ -270,9 +271,9 @@ def without_rows(inputs: Inputs) -> Inputs:
 
 
 def without_tokens(inputs: Inputs) -> Inputs:
-    """Rows of a padded batch [B, T] with T = 0; of a packed one, with tokens after the last row."""
+    """Rows of a padded batch [B, T] with T = 0; of a packed one, with masked tokens after the last row."""
     if "cu_seqlens" in inputs:
-        return inputs | {"cu_seqlens": torch.zeros_like(inputs["cu_seqlens"])}
+        return inputs | {name: torch.zeros_like(inputs[name]) for name in ("cu_seqlens", "mask")}
     shape = next(iter(inputs.values())).shape[:2]
     return {key: value[:, :0] if getattr(value, "shape", ())[:2] == shape else value for key, value in inputs.items()}
 

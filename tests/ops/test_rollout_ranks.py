@@ -65,7 +65,8 @@ def losses(rows: slice, columns: slice, group: Any) -> dict[str, Tensor]:
     for name, options in AGGREGATIONS.items():
         own = {key: value[rows] if isinstance(value, Tensor) else value for key, value in options.items()}
         rollouts = ROLLOUTS[rows]
-        shares = gk.token_shares(mask, rollouts=rollouts, aggregation=name, process_group=group, **own)
+        own |= {"rollouts": rollouts} if name.startswith("seq-mean") else {}
+        shares = gk.token_shares(mask, aggregation=name, process_group=group, **own)
         leaf = batch["lp"][rows, columns].clone().requires_grad_()
         logprobs = gk.rollout_logprobs(leaf, old, rollouts, mask=mask, process_group=group)
         loss = gk.policy_loss(logprobs, old, batch["advantages"][rows], mask=mask, weights=shares).loss

@@ -253,6 +253,8 @@ def judge(values: str) -> str:
 # assignments, and the error, which begins with the key
 MISTAKES = [
     ("sead=1", "sead: no such key; the nearest is 'seed', all are backend, checkpoints, data"),
+    ("rewards=[{name: exact}]", "rewards: no such key; it is rl.rewards$"),
+    ("rl.beta=0.1", "rl.beta: no such key; it is rl.algorithm.beta$"),
     ("rl.rewards=[{nme: exact}]", "rl.rewards.0.nme: no such key; the nearest is 'name'"),
     ("seed=true", "seed: must be of type integer, got True"),
     ("seed=[3", r"seed: must be YAML, got '\[3'"),

@@ -68,6 +68,10 @@ class Reader(html.parser.HTMLParser):
 # The report of a run
 
 START = "Exact match .30 to .80 on 20 unseen prompts, 95 % interval of the gain +.30 to +.70, in 45 steps of grpo"
+NEVER = (
+    "There are no evaluations before and after training; 45 of 45 RL steps are done. The mean reward of the sampled "
+    "responses rose: .23 in the first 4 steps, .64 in the last."
+)
 AT_ONCE = "There are no evaluations before and after training; 0 of 45 RL steps are done."
 
 
@@ -79,6 +83,10 @@ def each_prompt(folder: Path, edit: Callable[[Any, int], object]) -> None:
 def killed_at_once(folder: Path) -> None:
     for name in ("metrics", "evaluations", "events"):
         (folder / f"{name}.jsonl").unlink()
+
+
+def never_evaluated(folder: Path) -> None:
+    (folder / "evaluations.jsonl").unlink()
 
 
 def sft_alone(folder: Path) -> None:
@@ -137,6 +145,7 @@ CASES: list[tuple[Callable[[Path], None], tuple[float, ...], str, tuple[str, ...
     (unchanged, (0.8, 0.5, 0.3), "Exact match .80 to .30 on 20 ", ("the gain \u2212.70 to \u2212.30, in",)),
     (unchanged, (0.3, 0.5, 0.35), "Exact match .30 to .35", ("+.00 to +.15 (no significant change)",)),
     (killed_at_once, (), AT_ONCE, ("path: tiny",)),
+    (never_evaluated, (), NEVER, ()),
     (without_a_recipe, (), "Exact match .30 to .80", ("not be read: recipe.yaml",)),
     (sft_alone, (), "Exact match .80 on 20 unseen prompts after 3 steps of SFT; nothing was evaluated before.", ()),
     (unscored, (), "No prompt has a reward before and after 45 steps of grpo.", ()),

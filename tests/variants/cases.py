@@ -27,6 +27,7 @@ def draw(is_packed: bool = False) -> Inputs:
     if is_packed:
         cuts = torch.randint(ROWS * WIDTH, (ROWS,)).sort().values
         inputs["cu_seqlens"] = torch.nn.functional.pad(cuts, (1, 0))
+        inputs["mask"] &= torch.arange(ROWS * WIDTH) < cuts[-1]
     return inputs
 
 
@@ -60,10 +61,13 @@ def ignored(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def packed(inputs: Inputs) -> Same:
-    """Whole rows one after the other, with a token after the last that may not count."""
+    """Whole rows one after the other, with a masked token after the last."""
 
     def flat(value: Tensor) -> Tensor:
-        return torch.cat([value.reshape(-1), value[0, :1]]) if value.dim() == 2 else value
+        if value.dim() < 2:
+            return value
+        last = value[0, :1]
+        return torch.cat([value.reshape(-1), torch.zeros_like(last) if value.dtype == torch.bool else last])
 
     def padded(results: list[Results]) -> Results:
         return {name: value[:-1].view(ROWS, WIDTH) if value.dim() else value for name, value in results[0].items()}

@@ -52,7 +52,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (FUTURE, {"safety": -1.0}, "safety must be a finite number above 0, got -1.0"),
     (FUTURE, {"clip": (2.0, 1.0)}, "clip must be (low, high) with 0 <= low <= high, got (2.0, 1.0)"),
     (FUTURE, {"clip": (0.8, 1.0, 1.2)}, "clip must be (low, high)"),
-    (GVPO, {"groups": 3}, "groups must divide the number of rows, 4, got 3"),
+    (GVPO, {"groups": 3}, "groups must be the size of each group and divide the number of rows, 4, got 3"),
     (GVPO, {"groups": 2, "beta": "x"}, "beta must be a number, got str 'x'"),
     (GVPO, {"groups": 2, "count": torch.ones(2)}, "count must have one element, got shape [2]"),
     (REAL, {"tau": 0.0}, "tau must be a finite number above 0, got 0.0"),

@@ -108,8 +108,8 @@ FAR = [
     ({"kl": "k3", "kl_coef": 1.0, "kl_clamp": (20.0, 10.0)}, (0.0, -8.0, 0.0), 10.0),
     ({"kl": "k3", "kl_coef": 1.0, "kl_clamp": (700.0, 10.0)}, (0.0, 11.0, 0.0), 10.0),
     ({"kl": "k1", "kl_coef": 1.0, "kl_clamp": (20.0, 100.0)}, (0.0, 25.0, 0.0), 20.0),
-    ({"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}, (math.log(4.5), 0.0, -1.0), -4.5 * 5),
-    ({"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}, (math.log(6.0), 0.0, -1.0), -5.0 * 5),
+    ({"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}, (math.log(4.5), 0.0, -1.0), -4.5 * 9),
+    ({"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}, (math.log(6.0), 0.0, -1.0), -5.0 * 9),
 ]
 
 
@@ -120,7 +120,7 @@ def test_bounds_of_a_far_token(
 ) -> None:
     to_old, to_reference, advantage = token
     config, device = gk.LossConfig(**fields), device_of(backend)  # type: ignore[arg-type]
-    lp = torch.full((1, 1), -5.0, dtype=F64, device=device)
+    lp = torch.full((1, 1), -9.0, dtype=F64, device=device)
     result = gk.policy_loss(
         lp,
         lp - to_old,

@@ -43,7 +43,7 @@ def test_shares_are_the_weights_of_the_mean(aggregation: str, is_counted: bool, 
     options = {"aggregation": aggregation, "count": count} | more
     if is_packed:
         options["count"] = None if count is None else torch.tensor(count, device=DEVICE)
-        flat = torch.cat([mask.reshape(-1), mask.new_ones(1)])  # a token of no row
+        flat = torch.cat([mask.reshape(-1), mask.new_zeros(1)])  # a token of no row
         shares = gk.token_shares(flat, cu_seqlens=torch.arange(6, device=DEVICE) * 9, **options)
         assert not shares[-1:].any()
         shares = shares[:-1].view(5, 9)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
+
+from trl import GRPOConfig
 
 import grpo_kernels as gk
 
+logger = logging.getLogger(__name__)
 # Fields of a LossConfig that describe its policy term. GRPOConfig has the others.
 POLICY_TERM = (
     *("loss", "ratio", "clip_low", "clip_high", "dual_clip", "delta", "ratio_cap", "sapo_temperatures", "vespo_shape"),
@@ -17,6 +21,8 @@ _REPLACED = (
     *("epsilon", "epsilon_high", "delta", "importance_sampling_level", "sapo_temperature_pos", "sapo_temperature_neg"),
     *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 )
+# Fields of GRPOConfig that describe the advantages.
+_SCALING = ("scale_rewards", "multi_objective_aggregation")
 
 
 def check_loss(loss: gk.LossConfig) -> None:
@@ -36,18 +42,31 @@ def check_loss(loss: gk.LossConfig) -> None:
             )
 
 
+def check_settings(trainer: Any) -> None:
+    """Refuses settings of a trainer that contradict each other, and says where a default differs from TRL's."""
+    check_replaced(trainer)
+    check_policy_term(trainer)
+    warn_of_masked_rows(trainer)
+
+
+def check_replaced(trainer: Any) -> None:
+    """Refuses fields of GRPOConfig that a LossConfig or an AdvantageConfig makes void."""
+    replaced = []
+    if trainer.policy_term is not None:
+        replaced += [(name, "a LossConfig, which replaces the policy term that it belongs to") for name in _REPLACED]
+    if trainer.advantages is not None:
+        replaced += [(name, "an AdvantageConfig, which replaces it") for name in _SCALING]
+    defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    for name, config in replaced:
+        if (value := getattr(trainer.args, name)) != defaults[name]:
+            raise ValueError(f"FusedGRPOTrainer: {name} must be left out with {config}, got {value!r}")
+
+
 def check_policy_term(trainer: Any) -> None:
-    """Refuses settings of a trainer that a LossConfig makes void, or that it does not go with."""
+    """Refuses settings of a trainer that a LossConfig does not go with."""
     loss, args = trainer.policy_term, trainer.args
     if loss is None:
         return
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    for name in _REPLACED:
-        if (value := getattr(args, name)) != defaults[name]:
-            raise ValueError(
-                f"FusedGRPOTrainer: {name} must be left out with a LossConfig, which replaces the policy term that it "
-                f"belongs to, got {value!r}"
-            )
     is_of_tokens = args.vllm_importance_sampling_mode in ("token_truncate", "token_mask")
     if loss.loss == "vespo" and _corrects(trainer) and not is_of_tokens:
         raise ValueError(
@@ -58,6 +77,15 @@ def check_policy_term(trainer: Any) -> None:
         raise ValueError(
             "FusedGRPOTrainer: use_bias_correction_kl must be False with LossConfig(ratio='sequence_token') and beta, "
             "as it weighs a token's KL by the ratio, got True"
+        )
+
+
+def warn_of_masked_rows(trainer: Any) -> None:
+    differs = trainer.masked_rows == "leave_out" and trainer.mask_truncated_completions
+    if differs and trainer.accelerator.is_main_process:
+        logger.warning(
+            "FusedGRPOTrainer: completions that mask_truncated_completions empties are not compared with their group, "
+            "unlike in TRL; masked_rows='vote' compares them"
         )
 
 

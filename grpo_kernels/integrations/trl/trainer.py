@@ -25,8 +25,8 @@ from grpo_kernels.integrations.trl.arguments import (
     POLICY_TERM,
     check_advantages,
     check_loss,
-    check_policy_term,
     check_segments,
+    check_settings,
 )
 from grpo_kernels.integrations.trl.installed import refuse_other_trl
 
@@ -141,7 +141,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             )
         if head == "fused":
             fused_head.check_fused(self)
-        check_policy_term(self)
+        check_settings(self)
         if segments is not None:
             check_segments(self)
         self._loss_config(0.0)  # refuses unsupported settings now rather than at the first step

@@ -39,9 +39,9 @@ def rollout_correction(batch: DataProto, rollout_corr_config: Any) -> tuple[Data
         mask=mask[rows],
         rollouts=None if sessions is None else sessions.to(mask.device)[rows],
         config=config,
-        group=torch.distributed.group.WORLD if distributed and config.batch_normalize else None,
+        process_group=torch.distributed.group.WORLD if distributed and config.batch_normalize else None,
     )
-    metrics = result.metrics.to_dict("verl")
+    metrics = result.metrics.verl()
     if not metrics:
         raise ValueError("compute_rollout_correction_and_add_to_batch: response_mask must hold a token, got none")
     kept = torch.zeros_like(mask)
@@ -49,7 +49,7 @@ def rollout_correction(batch: DataProto, rollout_corr_config: Any) -> tuple[Data
     batch.batch["response_mask"] = kept
     if config.weights != "none":
         weights = result.weights.new_zeros(mask.shape)
-        weights[rows] = result.weights
+        weights[rows] = torch.where(result.mask, result.weights, 0)
         batch = batch.union(DataProto.from_dict(tensors={"rollout_is_weights": weights}))
     return batch, metrics
 

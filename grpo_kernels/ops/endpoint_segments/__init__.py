@@ -119,6 +119,10 @@ def endpoint_segments(
         config: a SegmentConfig, or a mapping with its fields, as a trainer's `group_params`; None means that of a
             SegmentThreshold, or else the defaults
         backend: "kernel" or "reference"; None means the kernel where there is one
+
+    Returns:
+        EndpointSegments: advantages and returns of the tokens, the segments' ends, ids and number, and the
+        threshold used
     """
     if config is None:
         config = threshold.config if isinstance(threshold, SegmentThreshold) else SegmentConfig()
@@ -127,6 +131,8 @@ def endpoint_segments(
     device = rewards.device
     rows = rewards.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     mask = _mask(mask, rewards)
+    if cu_seqlens is not None:
+        checks.no_token_left_out(_OP, cu_seqlens, len(rewards), mask)
     group_ids = _row_groups(groups, rows, device, needed=values is None or settings.norm == "prompt")
     tau = torch.full((), _threshold(threshold, settings), dtype=torch.float64, device=device)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.long().contiguous()
@@ -184,7 +190,7 @@ def _mask(mask: Tensor | None, rewards: Tensor) -> Tensor:
     if mask.shape != rewards.shape:
         raise ValueError(f"{_OP}: mask must have the shape of rewards, {list(rewards.shape)}, got {list(mask.shape)}")
     checks.same_device(_OP, "mask", mask, rewards.device)
-    return (mask if mask.dtype == torch.bool else mask != 0).contiguous()
+    return checks.flags(_OP, "mask", mask).contiguous()
 
 
 def _row_groups(groups: int | Tensor | None, rows: int, device: torch.device, needed: bool) -> Tensor | None:
@@ -202,10 +208,7 @@ def _row_groups(groups: int | Tensor | None, rows: int, device: torch.device, ne
         if groups.shape != (rows,):
             raise ValueError(f"{_OP}: groups must have shape [{rows}], got {list(groups.shape)}")
         return groups.long().contiguous()
-    checks.group_size(_OP, groups)
-    if groups < 1 or rows % groups != 0:
-        raise ValueError(f"{_OP}: groups must divide the number of rows, {rows}, got {groups}")
-    return torch.arange(rows, device=device) // groups
+    return torch.arange(rows, device=device) // checks.group_size(_OP, groups, rows)
 
 
 def _threshold(threshold: float | SegmentThreshold | None, settings: SegmentConfig) -> float:

@@ -37,6 +37,9 @@ def segment_metrics(
         seconds: measured duration of a step with the loss on all tokens, and on endpoints alone; gives speedup_factor
             and compute_savings
         peak_bytes: likewise the peak of memory; gives memory_saved_ratio
+
+    Returns:
+        numbers by name
     """
     if not isinstance(result, EndpointSegments):
         raise TypeError(f"{_NAME}: result must be EndpointSegments, got {type(result).__name__}")
@@ -56,10 +59,7 @@ def _ids(groups: int | Tensor | None, of_rows: Tensor) -> Tensor:
         return checks.per_row(_NAME, "groups", groups, checks.INTEGERS, of_rows).long()
     if groups is None:
         return torch.zeros(rows, dtype=torch.int64, device=of_rows.device)
-    checks.group_size(_NAME, groups)
-    if groups < 1 or rows % groups != 0:
-        raise ValueError(f"{_NAME}: groups must divide the number of rows, {rows}, got {groups}")
-    return torch.arange(rows, device=of_rows.device) // groups
+    return torch.arange(rows, device=of_rows.device) // checks.group_size(_NAME, groups, rows)
 
 
 def _counts(

@@ -57,7 +57,8 @@ def group_advantages(
 
     Args:
         rewards: [N] or, for several rewards, [N, R]; NaN means not scored: left out of the statistics, advantage 0
-        groups: an int (groups of that many consecutive rows) or integer ids [N], in any order, sparse or negative
+        groups: an int, the size of each group (not their number; its rows are neighbours), or integer ids [N], in any
+            order, sparse or negative
         rollouts: integer ids [N]; rows of one id are parts of one rollout of the policy, which counts once everywhere.
             Rewards that its rows state must be equal, NaN states none; so must be groups, subgroups and baselines
         subgroups: integer labels [N] that split each group; rows with a negative label are left out
@@ -67,6 +68,9 @@ def group_advantages(
         baselines: [N]; required by center="baseline", otherwise refused
         config: an AdvantageConfig or the name of an estimator (AdvantageConfig.names())
         backend: "kernel" or "reference"; None means the kernel where there is one
+
+    Returns:
+        GroupAdvantages: advantages [N], and the mean, std, size and degeneracy of each row's group
     """
     settings = AdvantageConfig.of(config)
     rewards = _rewards(rewards, settings)
@@ -105,6 +109,9 @@ def group_ids(keys: Iterable[Hashable] | Tensor, *, device: torch.device | str |
 
     Keys are compared by equality and hash, never by their text: "1_10" and "11_0" stay different. A tensor gives its
     elements, on the host; one of integers can be `groups` itself.
+
+    Returns:
+        int64 ids [N]
     """
     numbers: dict[Hashable, int] = {}
     ids = [numbers.setdefault(key, len(numbers)) for key in checks.keys("group_ids", keys)]
@@ -131,17 +138,10 @@ def _rewards(rewards: Tensor, settings: AdvantageConfig) -> Tensor:
 def _groups(groups: int | Tensor, rewards: Tensor) -> tuple[Tensor | None, int]:
     if isinstance(groups, Tensor):
         return checks.per_row(_OP, "groups", groups, checks.INTEGERS, rewards).long().contiguous(), 0
-    checks.group_size(_OP, groups)
-    if groups < 1:
-        raise ValueError(f"{_OP}: groups must be at least 1, got {groups}")
-    if rewards.shape[0] % groups != 0:
-        way_out = "pass a tensor of ids for groups of unequal size"
-        if rewards.dim() == 2 and rewards.shape[1] == groups:
-            way_out = "rewards [P, K] of P prompts are flattened to [P * K], as columns are reward functions"
-        raise ValueError(
-            f"{_OP}: groups must divide the number of rewards, {rewards.shape[0]}, got {groups}; {way_out}"
-        )
-    return None, groups
+    way_out = None
+    if rewards.dim() == 2 and rewards.shape[1] == groups:
+        way_out = "rewards [P, K] of P prompts are flattened to [P * K], as columns are reward functions"
+    return None, checks.group_size(_OP, groups, rewards.shape[0], way_out)
 
 
 def _subgroups(subgroups: Tensor | None, rewards: Tensor, settings: AdvantageConfig) -> Tensor | None:

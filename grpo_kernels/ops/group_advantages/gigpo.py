@@ -27,8 +27,6 @@ def gigpo_advantages(
 ) -> Tensor:
     """Adds the advantage of a step's episode within its prompt and that of the step among steps in the same state.
 
-    Returns [N], an entry per step; a step alone in its state has no advantage of its own.
-
     Args:
         episode_rewards: [N], of the episode that each step is part of
         step_returns: discounted rewards from each step on [N], such as the returns of token_advantages with
@@ -41,6 +39,9 @@ def gigpo_advantages(
         episode_weight, step_weight: factors of the two advantages
         config: how each is normalised, as in group_advantages, without lengths and baselines
         backend: "kernel" or "reference"; None means the kernel where there is one
+
+    Returns:
+        advantages [N], one per step; a step alone in its state has none of its own
     """
     for name, weight in (("episode_weight", episode_weight), ("step_weight", step_weight)):
         checks.finite(_OP, name, weight)

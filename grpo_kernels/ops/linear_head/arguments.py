@@ -70,9 +70,14 @@ def check_reference(
     else:
         lm_head = LMHead.of(op, "ref_head", ref_head)
     if lm_head.weight.shape[:1] != head.weight.shape[:1] or lm_head.vocab_start != own.vocab_start:
-        want, got = (f"{len(each.weight)} columns from {each.vocab_start}" for each in (own, lm_head))
+        want, got = (_columns(each) for each in (own, lm_head))
         raise ValueError(f"{op}: ref_head must have the columns of head, {want}, got {got}")
     return check_other_head(op, ("ref_hidden", "ref_head"), head, shape, ref_hidden, lm_head)
+
+
+def _columns(head: LMHead) -> str:
+    start = "" if head.vocab_start is None else f" from {head.vocab_start}"
+    return f"{len(head.weight)}{start}"
 
 
 def check_other_head(

@@ -45,6 +45,9 @@ def linear_distillation_loss(
         chunk_size: tokens whose logits are in memory at a time; None means chosen from the shapes
         weight_grad: tensor that the gradient of the weight is added to, as in linear_policy_loss
         backend: "kernel" or "reference"; None means the kernel where there is one
+
+    Returns:
+        DistillationLoss: the scalar loss, and the divergence and mass of each token
     """
     hidden = checks.tensor(_OP, "hidden", checks.local(_OP, "hidden", hidden), checks.FLOATS)
     lm_head, shape = LMHead.of(_OP, "head", head), hidden.shape[:-1]
@@ -70,7 +73,7 @@ def linear_distillation_loss(
                 f"{_OP}: mask must have the shape of hidden without its last dimension, {list(shape)}, "
                 f"got {list(mask.shape)}"
             )
-        takes_part = mask.reshape(-1) != 0
+        takes_part = checks.flags(_OP, "mask", mask).reshape(-1)
     if isinstance(teacher, Teacher) and teacher.hidden is not None:
         inputs, whole = check_whole_teacher(_OP, teacher, shape, takes_part, inputs)
         loss, divergence = whole_op.apply(chosen, inputs, whole, size, weight_grad)

@@ -61,6 +61,9 @@ def linear_logprobs(
         chunk_size: tokens whose logits are in memory at a time, and of a product for the gradients; None means chosen
             from the shapes
         backend: "kernel" or "reference"; None means the kernel where there is one
+
+    Returns:
+        TokenLogprobs: log-probs in the shape of the targets, or [P] at integer positions, and the entropies or None
     """
     lm_head = LMHead.of(_OP, "head", head)
     inputs = check_head(_OP, hidden, lm_head, targets, temperature)

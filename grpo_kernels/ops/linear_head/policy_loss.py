@@ -86,7 +86,9 @@ def linear_policy_loss(
     """Computes policy_loss(linear_logprobs(hidden, head, targets).logprobs, ...) in three matrix products, not four.
 
     Args:
-        hidden: [B, T, H] with targets [B, T], packed [M, H] with targets [M] and cu_seqlens, [..., H] with term_index
+        hidden: [B, T, H] with targets [B, T], packed [M, H] with targets [M] and cu_seqlens, [..., H] with term_index.
+            hidden[:, t] predicts targets[:, t]: a causal model's last_hidden_state[:, P - 1 : -1] for completions after
+            prompts of P tokens
         head: an LMHead, or its weight [V, H]. If its columns are split over ranks, all ranks give the same arguments
             otherwise, and get the same loss. One all-reduce per chunk forward, and one of the gradient of the hidden
             states; without chunk_size, one more and a wait for the size of the largest part
@@ -121,6 +123,9 @@ def linear_policy_loss(
         weight_grad: tensor that the gradient of the weight is added to in the forward pass, for accumulation over
             micro-batches; weight itself gets no gradient. The loss must then be given to backward() unscaled. Not with
             memory="low"
+
+    Returns:
+        PolicyLoss: the scalar loss to call backward() on, and its metrics
     """
     config = LossConfig.of(config, _OP)
     lm_head = LMHead.of(_OP, "head", head)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,15 +28,44 @@ def logits_of(head: Head, is_ignored: Tensor) -> Tensor:
     return logits if head.banned is None else logits.index_fill(1, head.banned, -math.inf)
 
 
+class _Readable(torch.autograd.Function):
+    """Sets rows that hold NaN or infinity to 0, as they times a gradient of 0 would be NaN in that of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, is_unreadable: Tensor) -> Tensor:
+        return torch.where(is_unreadable[:, None], 0, hidden)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return upstream, None
+
+
+class _Unreadable(torch.autograd.Function):
+    """Gives NaN for these rows, and takes their gradient as NaN, but as 0 where nothing depends on them."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, is_unreadable: Tensor) -> Tensor:
+        ctx.save_for_backward(is_unreadable)
+        return torch.where(is_unreadable, math.nan, result)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        (is_unreadable,) = ctx.saved_tensors
+        return torch.where(is_unreadable & (upstream != 0), math.nan, upstream), None
+
+
 def forward(head: Head, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     targets = head.targets
-    logits = logits_of(head, targets == IGNORED)
+    is_unreadable = ~head.hidden.isfinite().all(-1)
+    hidden = _Readable.apply(head.hidden, is_unreadable)  # type: ignore[no-untyped-call]
+    logits = logits_of(dataclasses.replace(head, hidden=hidden), targets == IGNORED)
     kept, columns = token_logprobs.columns_of(logits, targets)
     # tokens that do not count must not give NaN times 0 for a gradient
     z = Scaling(head.row_temperature, *head.scaling).apply(torch.where(kept[:, None], logits, 0))
     logprobs, entropy, normalizer = token_logprobs.distribution(z, columns, want_entropy)
 
     def finished(result: Tensor) -> Tensor:
+        result = _Unreadable.apply(result, is_unreadable)  # type: ignore[no-untyped-call]
         wrong = kept & (columns != targets) & (targets != IGNORED)
         return torch.where(wrong, torch.nan, torch.where(kept, result, 0))
 

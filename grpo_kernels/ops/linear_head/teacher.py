@@ -152,7 +152,8 @@ def _counts_and_shares(
     checks.finite(op, "teacher.coef", teacher.coef)
     counts = torch.ones(len(head.hidden), dtype=torch.bool, device=head.hidden.device)
     if teacher.mask is not None:
-        counts = _per_token(op, "teacher.mask", teacher.mask, _FLAGS, shape, head) != 0
+        mask = _per_token(op, "teacher.mask", teacher.mask, _FLAGS, shape, head)
+        counts = checks.flags(op, "teacher.mask", mask)
     if takes_part is not None:
         counts = counts & takes_part
     return counts, _shares(op, counts, teacher, shape, head) * float(teacher.coef)

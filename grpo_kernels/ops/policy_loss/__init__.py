@@ -62,11 +62,11 @@ def policy_loss(
         logprobs: log-probs of the policy, padded [B, T] or packed [M] with `cu_seqlens`; differentiable
         old_logprobs: log-probs of the policy that the ratio refers to; None means on-policy, the detached log-probs
         advantages: one per row, [B] or [B, 1], or one per token; packed [M] with M = B is one per token
-        mask: tokens that take part; None means all. Masked slots may hold NaN
+        mask: tokens that take part, bools or 0 and 1; None means all. Masked slots may hold NaN
         policy_mask: tokens whose policy term counts; None means all. The means' divisors, KL, entropy bonus, clip
             metrics and statistics of is_weights do not see it. With ratios of segments it is read at the last token of
             each; not for geo_mean. gk.variants has functions that make one
-        cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input
+        cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input; tokens after the last row must be masked
         term_index: integers [B, T], or [M] with cu_seqlens: the flattened position in logprobs and entropy, then of any
             shape, of each token; several may share one. All other arguments have the shape of term_index; -1 is padding
         segments: integers ascending from 0 along each row, -1 outside; for ratio="segment"
@@ -75,11 +75,14 @@ def policy_loss(
             gk.sampling_correction
         entropy: per token, for the entropy bonus (differentiable) and the metrics
         weights: one per token; the loss is the weighted sum of the terms instead of the aggregation's mean
-        normalizer: what the aggregation divides by instead of counting: a number, a tensor, or a dict with any of
-            "tokens", "rows", "segments". The global count makes the loss independent of how a batch is split into
-            micro-batches and ranks
+        normalizer: what the aggregation divides by instead of counting: a dict with any of "tokens", "rows",
+            "segments", or a number or tensor of tokens alone. The global count makes the loss independent of how a
+            batch is split into micro-batches and ranks
         config: a LossConfig or a TRL loss_type; LossConfig() is none of these: its loss is the mean over all tokens
         backend: "kernel" or "reference"; None means the kernel where there is one
+
+    Returns:
+        PolicyLoss: the scalar loss to call backward() on, and its metrics
     """
     config = LossConfig.of(config)
     if term_index is not None:
@@ -103,6 +106,7 @@ def policy_loss(
     check_entropy(layout, config, entropy is not None)
     check_units(layout, config, policy, normalizer, entropy is not None)
     logprobs = layout.number(logprobs)
+    checks.log_probs(_OP, "logprobs", logprobs, policy.mask)
     chosen = backends.select(_OP, backend, layout.device.type, logprobs.dtype, op.SUPPORTS, layout.device.index)
     return compute(layout, config, logprobs, entropy, policy, chosen)
 

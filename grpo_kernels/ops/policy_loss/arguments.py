@@ -92,7 +92,7 @@ class Layout:
     def flags(self, name: str, value: Tensor | None) -> Tensor | None:
         value = self.per_token(name, value, (torch.bool, *_NUMBERS))
         if value is None or value.dtype != torch.bool:
-            return None if value is None else value != 0
+            return None if value is None else checks.flags(self.op, name, value)
         # autograd saves masks, but none from inference mode, in which rollouts are often scored
         return value.clone() if not torch.compiler.is_compiling() and value.is_inference() else value
 
@@ -171,7 +171,21 @@ def check_policy(
         **checked,
     )
     _check_required(layout, config, policy, normalizer)
+    _check_tokens(layout, policy)
     return policy
+
+
+def _check_tokens(layout: Layout, policy: Policy) -> None:
+    valid = policy.mask
+    if policy.segments is not None:
+        is_inside = policy.segments >= 0
+        valid = is_inside if valid is None else valid & is_inside
+    if policy.cu_seqlens is not None:
+        checks.no_token_left_out(layout.op, policy.cu_seqlens, layout.shape[0], valid)
+    for name in ("old_logprobs", "ref_logprobs"):
+        value = getattr(policy, name)
+        if value is not None:
+            checks.log_probs(layout.op, name, value, policy.mask)
 
 
 def _unit(config: LossConfig) -> str:
@@ -200,7 +214,7 @@ def check_units(
             if unit not in normalizer:
                 rule = f"normalizer must have {unit!r}, the unit of {setting}"
                 raise ValueError(f"{layout.op}: {rule}, got {normalizer!r}")
-    elif units.keys() - {_unit(config)}:
+    elif units.keys() != {"tokens"}:  # a number alone is one of tokens
         named = " and ".join(f"{unit!r} for {setting}" for unit, setting in units.items())
         raise ValueError(f"{layout.op}: normalizer must be a dict with {named}, got {normalizer!r}")
 
@@ -233,8 +247,6 @@ def participants(
 ) -> Tensor:
     """Tokens that every argument lets take part. `cu_seqlens` was checked by the layout."""
     takes_part = targets != IGNORED
-    if cu_seqlens is not None:
-        takes_part = takes_part & (torch.arange(len(targets), device=targets.device) < cu_seqlens[-1])
     if segments is not None:
         checks.tensor(op, "segments", segments, checks.INTEGERS)
         checks.same_device(op, "segments", segments, targets.device)
@@ -245,7 +257,10 @@ def participants(
         checks.same_device(op, "mask", mask, targets.device)
         if mask.shape != targets.shape:
             raise ValueError(f"{op}: mask must have the shape of {name}, {list(targets.shape)}, got {list(mask.shape)}")
-        takes_part = takes_part & (mask != 0)
+        takes_part = takes_part & checks.flags(op, "mask", mask)
+    if cu_seqlens is not None:
+        checks.no_token_left_out(op, cu_seqlens, len(targets), takes_part)
+        takes_part = takes_part & (torch.arange(len(targets), device=targets.device) < cu_seqlens[-1])
     return takes_part
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any, ClassVar
 
-from grpo_kernels.checks import boolean, choices, config_or_name, finite, of_peer, unknown
+from grpo_kernels.checks import boolean, choices, config_or_name, finite, of_peer, peer_fields, unknown
 from grpo_kernels.ops.policy_loss.losses import COEFFICIENTS, LOSSES, RATIOS, Plan
 from grpo_kernels.ops.policy_loss.trl_fields import TRL_DEFAULTS, TRL_LOSS_TYPES, trl_fields
 from grpo_kernels.ops.policy_loss.verl_fields import VERL_DEFAULTS, VERL_LOSSES, verl_fields
@@ -124,11 +124,13 @@ class LossConfig(PlannedConfig):
         return LOSSES[self.loss].couples_tokens or self.ratio != "token"
 
     @classmethod
+    @peer_fields(TRL_DEFAULTS)
     def trl(cls, **fields: Any) -> LossConfig:
         """The loss that trl.GRPOConfig describes with these fields; the others have TRL's defaults."""
         return of_peer(cls, "trl", trl_fields, fields)
 
     @classmethod
+    @peer_fields(VERL_DEFAULTS)
     def verl(cls, **fields: Any) -> LossConfig:
         """The loss that verl's ActorConfig and PolicyLossConfig describe with these fields; likewise."""
         return of_peer(cls, "verl", verl_fields, fields)
@@ -265,7 +267,8 @@ def _elsewhere(name: object) -> str | None:
     if not isinstance(name, str):
         return None
     if name in VERL_LOSSES:
-        return f"verl's is LossConfig.verl(loss_mode={name!r})"
+        trl = "; TRL's is LossConfig.trl(importance_sampling_level='sequence')" if name == "gspo" else ""
+        return f"verl's is LossConfig.verl(loss_mode={name!r}){trl}"
     if name in LOSSES:
         return f"the policy term is LossConfig({name!r})"
     return _PAPERS.get(name.lower())

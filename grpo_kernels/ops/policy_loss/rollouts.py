@@ -38,12 +38,17 @@ def rollout_logprobs(
         mask, cu_seqlens: as in policy_loss
         process_group: a torch.distributed process group whose ranks hold parts of the batch: rows, or slices of rows.
             Ids are then those of the whole batch, and every rank has to call backward. Waits for the device once
+
+    Returns:
+        log-probs in the shape of logprobs, differentiable
     """
     layout = Layout.of(_OP, logprobs, cu_seqlens)
     bounds = None if cu_seqlens is None else cu_seqlens.long().contiguous()
     rows = TokenRows(_OP, logprobs.shape, bounds, logprobs.device)
     flags = layout.flags("mask", mask)
     everywhere = torch.ones(logprobs.numel(), dtype=torch.bool, device=logprobs.device)
+    if bounds is not None:
+        checks.no_token_left_out(_OP, bounds, len(logprobs), flags)
     valid = rows.within(everywhere if flags is None else flags.reshape(-1))
     own = rows.counts(valid)
     ids = checks.per_row(_OP, "rollouts", rollouts, checks.INTEGERS, own).long()

@@ -34,10 +34,10 @@ def token_shares(
     then add up to that of the batch.
 
     Args:
-        mask: tokens that take part, padded [B, T] or packed [M] with `cu_seqlens`; 0 is False
+        mask: tokens that take part, bools or 0 and 1, padded [B, T] or packed [M] with `cu_seqlens`
         cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input
-        rollouts: integer ids [B]; the rows of one id are one sequence in the means "seq-mean-...". None means that each
-            row is one
+        rollouts: integer ids [B]; the rows of one id are one sequence in the means "seq-mean-...", which alone take
+            them. None means that each row is one
         groups: an int (groups of that many consecutive rows) or integer ids [B]; for "group-mean-token-mean"
         aggregation: as in LossConfig, or "group-mean-token-mean", the mean over groups of the mean over their tokens
         count: what the mean divides by, the number of tokens, sequences or groups of the whole batch; None means to
@@ -46,6 +46,10 @@ def token_shares(
         process_group: a torch.distributed process group whose ranks hold parts of the batch: rows, or slices of rows.
             Ids of rollouts and groups are then those of the whole batch; rows with one id are one rollout, on whichever
             ranks they are, so slices of rows need ids. Waits for the device once
+
+    Returns:
+        float64 weights in the shape of the mask, 0 outside it; a sequence without tokens counts in no mean unless
+        `count` has it
     """
     checks.tensor(_OP, "mask", mask, (torch.bool, *checks.INTEGERS, *checks.FLOATS))
     if mask.dim() != (2 if cu_seqlens is None else 1):
@@ -58,7 +62,10 @@ def token_shares(
             raise ValueError(f"{_OP}: cu_seqlens must have shape [B + 1], got {list(cu_seqlens.shape)}")
         cu_seqlens = cu_seqlens.long().contiguous()
     rows = TokenRows(_OP, mask.shape, cu_seqlens, mask.device)
-    members = rows.within(mask.reshape(-1) != 0).double()
+    counted = checks.flags(_OP, "mask", mask).reshape(-1)
+    if cu_seqlens is not None:
+        checks.no_token_left_out(_OP, cu_seqlens, len(mask), counted)
+    members = rows.within(counted).double()
     lengths = rows.sum(members)
     units = _units(aggregation, rollouts, groups, lengths)
     if aggregation == "token-sum":
@@ -97,9 +104,12 @@ def _check_means(
 def _units(aggregation: str, rollouts: Tensor | None, groups: int | Tensor | None, lengths: Tensor) -> int | Tensor:
     """The units that the mean is over: ids of the rows, or a number of consecutive rows."""
     if rollouts is not None:
-        rollouts = checks.per_row(_OP, "rollouts", rollouts, checks.INTEGERS, lengths).long()
         if not aggregation.startswith("seq-mean"):
-            rollouts = None  # tokens and groups are counted alike however they are split
+            raise ValueError(
+                f"{_OP}: rollouts must be left out with aggregation={aggregation!r}, which counts tokens alike however "
+                "rollouts are split into rows, got a tensor; aggregation='seq-mean-token-mean' counts rollouts"
+            )
+        rollouts = checks.per_row(_OP, "rollouts", rollouts, checks.INTEGERS, lengths).long()
     if groups is None:
         return 1 if rollouts is None else rollouts
     if isinstance(groups, Tensor):

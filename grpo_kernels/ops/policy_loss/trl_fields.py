@@ -49,7 +49,8 @@ def trl_fields(**fields: Any) -> dict[str, Any]:
     f = with_defaults(where, fields, TRL_DEFAULTS)
     kind = f["loss_type"]
     if kind not in _TRL_AGGREGATIONS:
-        raise unknown(where, "loss_type", kind, _TRL_AGGREGATIONS)
+        gspo = "GSPO is importance_sampling_level='sequence'" if kind == "gspo" else None
+        raise unknown(where, "loss_type", kind, _TRL_AGGREGATIONS, gspo)
     level = f["importance_sampling_level"]
     if level not in ("token", "sequence"):
         raise unknown(where, "importance_sampling_level", level, ("token", "sequence"))

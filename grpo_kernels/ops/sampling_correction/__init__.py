@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import backends, checks
+from grpo_kernels.groups import TokenRows
 from grpo_kernels.ops.policy_loss.arguments import Layout
 from grpo_kernels.ops.sampling_correction.config import CorrectionConfig, table_names
 from grpo_kernels.ops.sampling_correction.m2 import find_m2_ceiling
@@ -24,7 +25,8 @@ class SamplingCorrection(NamedTuple):
     """The result of sampling_correction.
 
     Attributes:
-        weights: importance weights in the shape of the log-probs, 0 where `mask` is False
+        weights: importance weights, in the shape of the log-probs and 0 where `mask` is False; [B, 1] where the tokens
+            of a row share theirs ("sequence", "geometric"), and 0 for a row of which the mask holds no token
         mask: bool, the tokens of the input's mask that no rejection dropped
         metrics: measurements of this call, copied to the host only when one is read
     """
@@ -42,7 +44,7 @@ def sampling_correction(
     cu_seqlens: Tensor | None = None,
     rollouts: Tensor | None = None,
     config: CorrectionConfig | None = None,
-    group: Any = None,
+    process_group: Any = None,
     backend: str | None = None,
 ) -> SamplingCorrection:
     """Weighs and rejects tokens by the ratio of the trainer's probabilities to the sampler's. Nothing has a gradient.
@@ -55,12 +57,15 @@ def sampling_correction(
         cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input
         rollouts: integer ids [B]; the rows of one id are weighed, rejected and counted as one row, and must all be here
         config: weights and rejections; None means neither, only the metrics
-        group: a torch.distributed process group whose batches count as one for m2_threshold and batch_normalize; None
-            means this batch alone
-        backend: None or "reference", which is plain torch on every device
+        process_group: a torch.distributed process group whose batches count as one for m2_threshold and
+            batch_normalize; None means this batch alone
+        backend: "kernel" or "reference", as for every op; both are plain torch, on every device
+
+    Returns:
+        SamplingCorrection: importance weights, the mask that is left, and metrics
     """
     config = _checked_config(config)
-    backends.check_reference(_OP, backend)
+    backends.check_choice(_OP, backend)
     layout = Layout.of(_OP, old_logprobs, cu_seqlens, name="old_logprobs")
     old = layout.number(old_logprobs, detach=True)
     checks.tensor(_OP, "sampling_logprobs", sampling_logprobs, checks.FLOATS)
@@ -69,20 +74,34 @@ def sampling_correction(
     assert sampling is not None
     bounds = None if cu_seqlens is None else cu_seqlens.long().contiguous()
     _check_old(old, valid, bounds)
+    if bounds is not None:
+        checks.no_token_left_out(_OP, bounds, len(old), valid)
+    for name, value in (("old_logprobs", old), ("sampling_logprobs", sampling)):
+        checks.log_probs(_OP, name, value, valid)
     batch = Batch(old, sampling, valid, bounds)
     joined = None if rollouts is None else JoinedRows(_OP, rollouts, old, bounds)
     if joined is not None:
         mask = None if valid is None else joined.join(valid)
         batch = Batch(joined.join(old), joined.join(sampling), mask, joined.cu_seqlens)
-    ceiling = None if config.m2_threshold is None else _m2_ceiling(batch, config.m2_threshold, group)
+    ceiling = None if config.m2_threshold is None else _m2_ceiling(batch, config.m2_threshold, process_group)
     weights, kept, table = correct(batch, ceiling, config)
     if joined is not None:
         weights, kept = joined.split(weights), joined.split(kept)
         table[:, _TABLE_ROWS] = joined.exists.double()
+    if config.weighs_rows:
+        weights = _of_rows(weights, kept, bounds)
     metrics = CorrectionMetrics(_reduce(table, config), config)
     if config.batch_normalize:
-        weights = weights / _mean_weight(metrics, config, group).to(weights.dtype)
+        weights = weights / _mean_weight(metrics, config, process_group).to(weights.dtype)
     return SamplingCorrection(weights, kept, metrics)
+
+
+def _of_rows(weights: Tensor, kept: Tensor, bounds: Tensor | None) -> Tensor:
+    """The weight that the kept tokens of each row share, [B, 1]."""
+    rows = TokenRows(_OP, weights.shape, bounds, weights.device)
+    flags = kept.reshape(-1)
+    _, of_row = rows.extremes(weights.reshape(-1), flags)
+    return torch.where(rows.counts(flags) > 0, of_row, 0)[:, None]
 
 
 def _check_old(old: Tensor, valid: Tensor | None, bounds: Tensor | None) -> None:

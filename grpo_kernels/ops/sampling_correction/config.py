@@ -6,9 +6,9 @@ import dataclasses
 import math
 from typing import Any
 
-from grpo_kernels.checks import boolean, choices, finite, of_peer, unknown
-from grpo_kernels.ops.sampling_correction.trl_fields import trl_fields
-from grpo_kernels.ops.sampling_correction.verl_fields import verl_fields
+from grpo_kernels.checks import boolean, choices, finite, of_peer, peer_fields, unknown
+from grpo_kernels.ops.sampling_correction.trl_fields import TRL_DEFAULTS, trl_fields
+from grpo_kernels.ops.sampling_correction.verl_fields import VERL_DEFAULTS, verl_fields
 from grpo_kernels.plans import CheckedConfig
 
 WEIGHT_LEVELS = ("none", "token", "sequence", "geometric")
@@ -133,11 +133,13 @@ class CorrectionConfig(CheckedConfig):
         object.__setattr__(self, "rejections", _checked_rejections(self.rejections))
 
     @classmethod
+    @peer_fields(VERL_DEFAULTS)
     def verl(cls, **fields: Any) -> CorrectionConfig:
         """The correction that verl's RolloutCorrectionConfig describes with these fields; others have its defaults."""
         return of_peer(cls, "verl", verl_fields, fields)
 
     @classmethod
+    @peer_fields(TRL_DEFAULTS)
     def trl(cls, **fields: Any) -> CorrectionConfig:
         """The correction that the vllm_importance_sampling fields of trl.GRPOConfig describe; likewise."""
         return of_peer(cls, "trl", trl_fields, fields)

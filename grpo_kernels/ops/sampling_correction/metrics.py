@@ -8,18 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from grpo_kernels.checks import metric_rows, unknown
+from grpo_kernels.checks import metric_rows
 from grpo_kernels.ops.sampling_correction.config import CorrectionConfig, table_names
-
-_PEERS = ("verl", "trl")
 
 
 class CorrectionMetrics:
     """Metrics of one call as a small float64 `tensor` on the device; metrics["tokens"] is one of its elements.
 
     `names` lists the elements: sums and counts, then minima, then maxima, which are infinite where there is no value.
-    to_dict() returns Python floats, and its first call waits for the device once. Sums are those of this call: combine
-    micro-batches and ranks with merged() before dividing.
+    trl(), verl() and to_dict() return Python floats, and the first call of any of them waits for the device once. Sums
+    are those of this call: combine micro-batches and ranks with merged() before dividing.
     """
 
     def __init__(self, tensor: Tensor, config: CorrectionConfig) -> None:
@@ -34,19 +32,18 @@ class CorrectionMetrics:
             raise KeyError(f"CorrectionMetrics: {name!r} is none of {', '.join(self.names)}")
         return self.tensor[self.names.index(name)]
 
-    def to_dict(self, names: str | None = None) -> dict[str, float]:
-        """The elements of `tensor`, or with names="verl" or "trl" the metrics of that peer, by its keys.
-
-        Rows without tokens and tokens without a log-prob of the sampler count as in the peer, where it has a rule.
-        """
-        if names not in (None, *_PEERS):
-            raise unknown("CorrectionMetrics", "names", names, _PEERS)
+    def to_dict(self) -> dict[str, float]:
         if self._on_host is None:
             self._on_host = dict(zip(self.names, self.tensor.tolist(), strict=True))
-        measured = dict(self._on_host)
-        if names is None:
-            return measured
-        return {"verl": _verl, "trl": _trl}[names](measured, self._config)
+        return dict(self._on_host)
+
+    def trl(self) -> dict[str, float]:
+        """TRL's metrics of its vLLM correction, by TRL's keys; a row without tokens counts with ratio 1, as there."""
+        return _trl(self.to_dict(), self._config)
+
+    def verl(self) -> dict[str, float]:
+        """verl's metrics of its rollout correction, by verl's keys; a row without tokens counts as it does there."""
+        return _verl(self.to_dict(), self._config)
 
     def merged(self, rows: Tensor | Sequence[CorrectionMetrics]) -> CorrectionMetrics:
         """The metrics of several micro-batches or ranks, from all of them or their `tensor`s as rows."""

@@ -64,6 +64,9 @@ def similarity_groups(
             Finding them waits for a GPU once. Larger values add empty prompts at the end
         config: a SimilarityConfig or the name of a linkage: "single", "complete", "average", "ward"
         backend: "kernel" or "reference"; None means the kernel where there is one
+
+    Returns:
+        SimilarityGroups: labels and ids of the clusters, their number and silhouette, and a verdict on each prompt
     """
     settings = SimilarityConfig.of(config, _OP)
     vectors = check_embeddings(_OP, embeddings)
@@ -82,6 +85,9 @@ def cluster_distances(
     Distances are symmetric, at least 0, and 0 on the diagonal; a place whose diagonal is infinite is left out. With
     linkage="ward" they are taken as cosine distances. labels, group_ids and status have shape [P, K]. Waits for a GPU
     without the CUDA kernels, as similarity_groups does.
+
+    Returns:
+        SimilarityGroups: labels and ids of the clusters, their number and silhouette, and a verdict on each prompt
     """
     settings = SimilarityConfig.of(config, "cluster_distances")
     distances = check_distances("cluster_distances", distances)

@@ -49,6 +49,9 @@ def similarity_metrics(result: SimilarityGroups) -> dict[str, float]:
 
     A prompt without a response in use counts in share_empty only, so that sizes given too large do not change the other
     metrics. Without any prompt all metrics are 0.
+
+    Returns:
+        numbers by name
     """
     if not isinstance(result, SimilarityGroups):
         raise TypeError(f"similarity_metrics: result must be SimilarityGroups, got {type(result).__name__}")
@@ -111,6 +114,9 @@ def similarity_advantages(
         config: an AdvantageConfig or the name of an estimator. Its `singleton` decides about responses unlike all
             others, and its `shrinkage` how much small groups borrow from their prompt
         backend: "kernel" or "reference"; None means the kernel where there is one, in both steps
+
+    Returns:
+        SimilarityAdvantages: the advantages, and the clusters that they were computed in
     """
     name = "similarity_advantages"
     checks.tensor(name, "rewards", rewards, checks.FLOATS)

@@ -56,6 +56,9 @@ def pairwise_cosine(
 
     Arguments are those of similarity_groups. Prompts with fewer than K responses are padded with inf, and rows that are
     not valid or not finite are inf throughout, diagonal included. There is no gradient.
+
+    Returns:
+        distances [P, K, K]; those of absent or left-out responses are infinite
     """
     name = "pairwise_cosine"
     vectors = check_embeddings(name, embeddings)
@@ -76,6 +79,9 @@ def agglomerate(distances: Tensor, *, linkage: str = "average", backend: str | N
         linkage: "single", "complete", "average" or "ward" (of cosine distances d on unit vectors, with the heights of
             sqrt(2 d))
         backend: "kernel" or "reference"; None means the kernel where there is one
+
+    Returns:
+        a Dendrogram: the merges of each prompt and their heights
     """
     name = "agglomerate"
     if linkage not in LINKAGES:
@@ -102,6 +108,9 @@ def silhouette(
         labels: integers [P, K], or [N] with the groups that the distances were made from; negative means left out
         groups: an int or ids [N], see similarity_groups
         backend: "kernel" or "reference"; None means the kernel where there is one
+
+    Returns:
+        a Silhouette: the score of each prompt and of each response
     """
     name = "silhouette"
     distances = check_distances(name, distances)

@@ -57,6 +57,9 @@ def token_advantages(
         rollouts: integer ids [B]; the rows of one id follow each other as one, in their order, across which turns go on
         config: a TokenAdvantageConfig or the name of an estimator (TokenAdvantageConfig.names())
         backend: "kernel" or "reference"; None means the kernel where there is one
+
+    Returns:
+        TokenAdvantages: advantages and returns in the shape of rewards, 0 outside the mask
     """
     settings = TokenAdvantageConfig.of(config)
     checks.tensor(_OP, "rewards", rewards, checks.FLOATS)
@@ -74,7 +77,7 @@ def token_advantages(
         mask = torch.ones_like(rewards, dtype=torch.bool)
     else:
         mask = _per_token("mask", mask, _MASKS, rewards)
-        mask = (mask if mask.dtype == torch.bool else mask != 0).contiguous()
+        mask = checks.flags(_OP, "mask", mask).contiguous()
     if turns is not None:
         turns = _per_token("turns", turns, checks.INTEGERS, rewards)
         mask = (mask & (turns >= 0)).contiguous()
@@ -86,6 +89,7 @@ def token_advantages(
         checks.same_device(_OP, "cu_seqlens", cu_seqlens, rewards.device)
         if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
             raise ValueError(f"{_OP}: cu_seqlens must have shape [B + 1], got {list(cu_seqlens.shape)}")
+        checks.no_token_left_out(_OP, cu_seqlens, len(rewards), mask)
         cu_seqlens = cu_seqlens.long().contiguous()
     chosen = backends.select(_OP, backend, rewards.device.type, dtype, op.SUPPORTS, rewards.device.index)
     inputs = TokenRewards(rewards, values, mask, cu_seqlens, turns, settings.modes, settings.coefficients)

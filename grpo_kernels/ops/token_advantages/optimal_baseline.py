@@ -47,6 +47,9 @@ def optimal_token_baseline(
             count before them, for responses with tool outputs between
         zero_tail: the response that alone is the longest has baseline 0 after the last token of all others
         eps: added to the sum of the weights
+
+    Returns:
+        TokenAdvantages: advantages and returns in the shape of rewards, 0 outside the mask
     """
     _check_rewards(rewards)
     reward, logprob = rewards.detach().double(), _number("old_logprobs", old_logprobs, rewards)
@@ -130,4 +133,4 @@ def _like_rewards(name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], rew
 def _mask(mask: Tensor | None, rewards: Tensor) -> Tensor:
     if mask is None:
         return torch.ones_like(rewards, dtype=torch.bool)
-    return _like_rewards("mask", mask, _MASKS, rewards) != 0
+    return checks.flags(_OP, "mask", _like_rewards("mask", mask, _MASKS, rewards))

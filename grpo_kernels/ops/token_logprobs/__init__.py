@@ -53,6 +53,9 @@ def token_logprobs(
         inplace_backward: the backward overwrites the logits with their gradient, which saves their size in memory.
             Nothing else may read them, backward runs once, and torch.compile is not supported
         backend: "kernel" or "reference"; None means the kernel where there is one
+
+    Returns:
+        TokenLogprobs: log-probs in the shape of the targets, and the entropies or None
     """
     check_logits(_OP, logits, targets)
     scaling = check_scaling(_OP, temperature, softcap, logit_scale, targets, logits.dtype)

@@ -26,7 +26,8 @@ class Ops:
 
     def loss(self, batch: Batch) -> Tensor:
         config, total = gk.LossConfig(**loss_fields(batch)), batch.total
-        shares = gk.token_shares(total.mask, rollouts=total.rollouts, aggregation=config.aggregation)
+        rollouts = total.rollouts if config.aggregation.startswith("seq-mean") else None
+        shares = gk.token_shares(total.mask, rollouts=rollouts, aggregation=config.aggregation)
         logprobs = batch.logprobs
         if batch.ratio == "sequence":
             if batch.kl_coef or batch.whole is not None:

@@ -34,7 +34,7 @@ class WithoutModel(GRPOTrainer):  # type: ignore[misc]
 
     def __init__(self, batch: Batch) -> None:
         settings = {
-            "scale_rewards": "group" if batch.estimator == "mean-std" else "none",
+            "scale_rewards": "none" if batch.estimator == "mean" else "group",
             "normalize_advantages": False,  # RLOO's
             "reward_clip_range": None,
             "loss_type": LOSS_TYPES[batch.aggregation],

@@ -66,7 +66,8 @@ def _lead(run: RunFolder) -> tuple[Comparison | None, str]:
     unfinished = "" if final else f"; {done:.0f}{total} {run.phase.upper()} steps are done"
     before, after = pair or (final, final)
     if before is None or after is None:
-        return None, f"There are no evaluations before and after training{unfinished}."
+        sampled = _reward_of_samples(run)
+        return None, f"There are no evaluations before and after training{unfinished}.{sampled}"
     trained = run.training(after.phase, after.step)
     try:
         comparison = compare(before.content, after.content, after.solved)
@@ -84,6 +85,21 @@ def _lead(run: RunFolder) -> tuple[Comparison | None, str]:
         return None, f"{title} {_short(change.after)} {where} after {trained}; nothing was evaluated before."
     values = f"{title} {_short(change.before)} to {_short(change.after)}"
     return comparison, f"{values} {where}, {_interval(change)}, in {trained}{unfinished}."
+
+
+def _reward_of_samples(run: RunFolder) -> str:
+    """Whether the mean reward of the sampled responses rose, from the first tenth of the steps to the last."""
+    rewards = run.series("rl", "rewards/mean").dropna()
+    if len(rewards) < 2:
+        return ""
+    part = max(1, len(rewards) // 10)
+    first, last = rewards.iloc[:part].mean(), rewards.iloc[-part:].mean()
+    steps = f"{part} steps" if part > 1 else "step"
+    verdict = "rose" if last > first else "did not rise"
+    return (
+        f" The mean reward of the sampled responses {verdict}: {_short(first)} in the first {steps}, "
+        f"{_short(last)} in the last."
+    )
 
 
 def _interval(change: Difference) -> str:

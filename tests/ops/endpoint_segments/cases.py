@@ -133,7 +133,7 @@ def packed(batch: Inputs, extra: int = 3) -> tuple[Inputs, Tensor]:
     last = (mask * torch.arange(1, width + 1)).sort().values[:, -1:].sum(1)
     lengths = (last + torch.arange(len(mask)) % 2).clamp(max=width)
     kept = torch.arange(width) < lengths[:, None]
-    result = of_tokens(batch, lambda x: pad(x[kept], (0, extra), value=1 if x.dtype == torch.bool else NAN))
+    result = of_tokens(batch, lambda x: pad(x[kept], (0, extra), value=0 if x.dtype == torch.bool else NAN))
     return result | {"cu_seqlens": pad(lengths.cumsum(0), (1, 0))}, kept
 
 
@@ -322,7 +322,7 @@ def described(config: gk.SegmentConfig, critic: bool, is_packed: bool = False) -
             return batch
         batch, kept = packed(batch)
         room = kept.numel() - int(kept.sum())  # all seeds have batches of one shape
-        return of_tokens(batch, lambda x: pad(x, (0, room), value=1 if x.dtype == torch.bool else NAN))
+        return of_tokens(batch, lambda x: pad(x, (0, room), value=0 if x.dtype == torch.bool else NAN))
 
     def in_packed_rows(inputs: Inputs) -> Same:
         batch, kept = packed(inputs)

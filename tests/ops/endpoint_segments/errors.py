@@ -46,7 +46,7 @@ for field in ("group_variance_threshold", "group_epsilon", "min_threshold", "max
 for field in ("gamma", "lam"):
     CONFIG |= each(field, "must be in [0, 1], got {}", 1.5) | each(field, "must be ... at least 0, got {}", -0.1)
 METRICS: Rows = {
-    **each("groups", "must divide the number of rows, 4, got {}", 3, 0),
+    **each("groups", "must be the size of each group ... number of rows, 4, got {}", 3, 0),
     **each("groups", "must have shape [4], one element per row, got {}", IDS[:3]),
     "cu_seqlens must be given for packed tokens [M] and for no others, got a tensor": PACKED,
 }
@@ -84,7 +84,7 @@ ERRORS = [
         ValueError,
         {
             "groups must be given without values and for norm='prompt', got None": {"groups": None},
-            **each("groups", "must divide the number of rows, 4, got {}", 3, 0, -2, 8),
+            **each("groups", "must be the size of each group ... number of rows, 4, got {}", 3, 0, -2, 8),
             **each("groups", "must have shape [4], got {}", IDS[:3], IDS[:, None]),
         },
     ),
@@ -92,7 +92,7 @@ ERRORS = [
         "endpoint_segments without critic",
         TypeError,
         {
-            **each("groups", "must be an int or an integer tensor ... {}", True, 2.0, "2"),
+            **each("groups", "must be an int, ... {}", True, 2.0, "2"),
             "groups must be an int ... list [0, 1]; gk.group_ids(...) makes the tensor": {"groups": [0, 1]},
         },
     ),
@@ -101,7 +101,7 @@ ERRORS = [
         ValueError,
         {
             **each("cu_seqlens", "must have shape [B + 1], got {}", BOUNDS[0], BOUNDS[:0], BOUNDS[:, None]),
-            **each("groups", "must divide the number of rows, 4, got {}", 3),
+            **each("groups", "must be the size of each group ... number of rows, 4, got {}", 3),
             **each("groups", "must have shape [4], got {}", IDS[:3]),
         },
     ),
@@ -143,7 +143,7 @@ ERRORS = [
         TypeError,
         {
             "result must be EndpointSegments, got tuple": {"result": (1, 2)},
-            "groups must be an int or an integer tensor, got float 1.0": {"groups": 1.0},
+            "groups must be an int, ... tensor of ids, got float 1.0": {"groups": 1.0},
             **each("seconds", "must be two numbers, ... got {}", 1.0, (1.0,), ("1", 2.0)),
         },
     ),

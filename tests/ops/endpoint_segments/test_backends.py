@@ -204,7 +204,7 @@ def test_other_forms_of_arguments_change_nothing(backend: str, dtype: torch.dtyp
     assert expected["advantages"].dtype == wide
     assert {result.device.type for result in expected.values()} == {device.type}
     numbers = batch["mask"] * torch.tensor(256, dtype=torch.int16, device=device)
-    for change in ({}, {"mask": batch["mask"] * 0.5}, {"mask": numbers}, {"groups": 2}):
+    for change in ({}, {"mask": batch["mask"].double()}, {"mask": numbers}, {"groups": 2}):
         assert_same_bits(call(mixed | change, OF_PROMPTS, backend), expected)
     full = mixed | {"mask": torch.ones_like(batch["mask"])}
     assert_same_bits(call(full | {"mask": None}, OF_PROMPTS, backend), call(full, OF_PROMPTS, backend))

@@ -28,9 +28,14 @@ ARGUMENTS: Rows = {
     **each(
         "rewards", "must have shape [N] or [N, R] with R > 0, got {}", torch.ones(6, 0), ONES.view(3, 2, 1), ONES[0]
     ),
-    **each("groups", "must be at least 1, got {}", 0, -3),
-    **each("groups", "must divide the number of rewards, 6, got {}; pass a tensor of ids for groups", 4, 12),
-    "groups must divide ... rewards [P, K] of P prompts are": {"rewards": torch.ones(3, 4), "groups": 4},
+    **each("groups", "must be the size of each group ... got {}", 0, -3),
+    **each(
+        "groups",
+        "must be the size of each group ... number of rows, 6, got {}; pass a tensor of ids for groups",
+        4,
+        12,
+    ),
+    "groups must be ... rewards [P, K] of P prompts are": {"rewards": torch.ones(3, 4), "groups": 4},
     "subgroups must be given, ... shrinkage=2.0": {"config": gk.AdvantageConfig(shrinkage=2.0)},
     "subgroups must be given, ... singleton='parent'": {"config": gk.AdvantageConfig(singleton="parent")},
     "config.reward_weights must have 1 numbers, one for each ... got (1.0, 2.0)": {"config": WEIGHTED},
@@ -89,7 +94,14 @@ ERRORS = [
         {
             "rewards must be of dtype float32 ... got torch.int64; .float() converts it": {"rewards": IDS},
             # bool is an int in Python; True would mean groups of one
-            **each("groups", "must be an int or an integer tensor, got ... {}", True, 2.0, None, "3"),
+            **each(
+                "groups",
+                "must be an int, ... tensor of ids, got ... {}",
+                True,
+                2.0,
+                None,
+                "3",
+            ),
             "groups must be an int ... got list ... gk.group_ids(...) makes the tensor": {"groups": [0] * 6},
             "config must be an AdvantageConfig or a str, got NoneType": {"config": None},
             "config must be ... got dict; pass AdvantageConfig(**": {"config": {"eps": 1}},

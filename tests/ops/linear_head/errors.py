@@ -152,7 +152,7 @@ OF_POLICY: Rows = {
     "ref_head must be on cpu like the first argument, got meta": REF | {"ref_head": TALL.to("meta")},
     "ref_head must be None without ref_hidden, got Tensor": KL | {"ref_head": WEIGHT},
     "normalizer must have 'tokens', the ... got {'rows': 2.0}": REF | {"normalizer": {"rows": 2.0}},
-    "teacher.normalizer must be given with normalizer, ... got None; or": taught() | {"normalizer": 7.0},
+    "teacher.normalizer must be given with normalizer, ... got None; or": taught() | {"normalizer": {"rows": 7.0}},
     "teacher.normalizer must be given with weights, ... got None; or": taught() | {"weights": TOKENS},
     "teacher must have ids and log-probs, got hidden states; linear_distillation_loss": whole(),
     "weight_grad must be None where memory='low' runs": GRAD | LOW,

@@ -96,7 +96,8 @@ def problem(config: str, *features: str, rows: int = 4, width: int = 7, columns:
         inputs["term_index"] = torch.randint(-1, shape[0] - 1, (rows, width))  # the last one is no term's
     for name in ("old_logprobs", "ref_logprobs"):
         if inputs.get(name) is not None:
-            inputs[name] = logprobs_of(inputs) + 0.3 * noise(rows, width)  # ratios around their bounds
+            moved = logprobs_of(inputs) + 0.3 * noise(rows, width)  # ratios around their bounds
+            inputs[name] = moved.clamp(max=-1e-3)
     if "packed" in wanted:
         inputs = packed(inputs)
     inputs |= draw_places(inputs, wanted)
@@ -170,7 +171,8 @@ def packed(inputs: Inputs, behind: int = 2) -> Inputs:
     for name in (*names, "term_index"):
         value = inputs.get(name)
         if isinstance(value, Tensor) and value.shape[:2] == mask.shape and value.dim() > 1:
-            result[name] = torch.cat([value[inside], value[:1, :behind].flatten(0, 1)])
+            last = value[:1, :behind].flatten(0, 1)
+            result[name] = torch.cat([value[inside], torch.zeros_like(last) if name == "mask" else last])
     result["cu_seqlens"] = torch.nn.functional.pad(inside.sum(1).cumsum(0), (1, 0)).int()
     return result
 

@@ -255,7 +255,7 @@ def test_a_scaled_loss_keeps_small_gradients_in_float16(backend: str, what: str)
         if what in ("distillation", "from hidden states"):
             return gk.linear_distillation_loss(given["hidden"], head, teacher, backend=backend).loss
         own = given["hidden"], head, given["targets"], None, given["advantages"].to(given["hidden"].dtype).float()
-        return gk.linear_policy_loss(*own, teacher=teacher, normalizer=tokens, backend=backend).loss
+        return gk.linear_policy_loss(*own, teacher=teacher, normalizer={"rows": tokens}, backend=backend).loss
 
     found = {}
     for chosen, dtype in ((backend, torch.float16), ("reference", F64)):

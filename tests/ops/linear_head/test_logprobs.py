@@ -163,6 +163,22 @@ def test_nearly_certain_tokens_keep_their_digits(backend: str) -> None:
     torch.testing.assert_close(got.entropy.cpu().double(), entropy, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("number", [NAN, float("inf")])
+@on_backends
+def test_a_token_that_a_later_mask_leaves_out_may_hold_anything(backend: str, number: float) -> None:
+    device = device_of(backend)
+    hidden, weight, mask = torch.randn(3, 5, 8), torch.randn(20, 8), torch.ones(3, 5, dtype=torch.bool)
+    hidden[1, 3], mask[1, 3] = number, False
+    targets, mask = torch.randint(20, (3, 5), device=device), mask.to(device)
+    leaves = [hidden.to(device).requires_grad_(), weight.to(device).requires_grad_()]
+    result = gk.linear_logprobs(*leaves, targets, return_entropy=True, backend=backend)
+    for values in result:
+        outside = torch.autograd.grad(torch.where(mask, values, 0).sum(), leaves, retain_graph=True)
+        assert all(gradient.isfinite().all() for gradient in outside)
+    inside = torch.autograd.grad(result.logprobs.sum(), leaves)
+    assert not any(gradient.isfinite().all() for gradient in inside)
+
+
 @on_backends
 def test_a_nan_or_a_wrong_target_on_a_gpu_stays_in_its_token(backend: str) -> None:
     """On a CPU a target that is no column is an error."""

@@ -133,7 +133,8 @@ def test_targets_of_bytes_may_be_any_id() -> None:
 def test_no_rows_before_tokens_that_belong_to_none(name: str, compact: bool) -> None:
     """A micro-batch padded to a length can have tokens without rows, as for policy_loss."""
     case = problem(name, "packed")
-    case = case._replace(inputs=case.inputs | {"cu_seqlens": torch.tensor([0]), "advantages": torch.zeros(0).double()})
+    none = {"cu_seqlens": torch.tensor([0]), "advantages": torch.zeros(0).double()}
+    case = case._replace(inputs=case.inputs | none | {"mask": torch.zeros_like(case.inputs["mask"])})
     assert_close(case.run("cpu", compact=compact, chunk_size=4), case.defined())
 
 

@@ -109,7 +109,7 @@ def padded(
         "advantages": noise(rows),
         "mask": mask,
         "segments": torch.where(chance(rows, width) < 0.15, -1, segments - segments[:, :1]),
-        "ref_logprobs": logprobs + size * noise(rows, width),
+        "ref_logprobs": (logprobs + size * noise(rows, width)).clamp(max=-1e-3),
         "policy_mask": chance(rows, width) < 0.6,
         "entropy": noise(rows, width).abs(),
         "is_weights": 2 * chance(rows, width),
@@ -168,12 +168,13 @@ def a_batch(pick: Pick, config: gk.LossConfig, sizes: tuple[tuple[int, int], ...
         numbers = {"tokens": 17.0, "rows": 3.0, "segments": 5.0}
         tensors = {"tokens": torch.tensor(11.0), "rows": 3.0, "segments": torch.tensor(5)}
         batch |= one({}, {"normalizer": numbers}, {"normalizer": tensors})
-    if "mask" in batch and one(False, False, True):
-        batch["mask"] = batch["mask"].to(one(torch.int64, torch.bfloat16)) * 3
     if one(False, False, True):
         lengths = [pick(range(size[1] + 1)) for _ in range(size[0])]
-        batch = packed(batch, lengths, extra=one(0, 3, size[1]))
+        extra = one(0, 3, size[1]) if "mask" in batch else 0  # tokens after the last row need a mask
+        batch = packed(batch, lengths, extra)
         batch["cu_seqlens"] = batch["cu_seqlens"].to(one(torch.int32, torch.int64))
+    if "mask" in batch and one(False, False, True):
+        batch["mask"] = one(3 * batch["mask"].long(), batch["mask"].bfloat16())
     return batch
 
 

@@ -38,6 +38,27 @@ ARGUMENTS: Rows = {
         for name, value in {"advantages": ROWS, "weights": ONES, "normalizer": FLAT[0]}.items()
     },
     **each("normalizer", "must be a positive number, got {}", 0, -2.5, NAN, INF, True, "3"),
+    "normalizer must be a dict with 'rows' for aggregation='seq-mean-token-mean', got 3": {"normalizer": 3},
+    "normalizer must be a dict with 'segments' for aggregation='token-mean', got 3": {
+        "normalizer": 3,
+        "segments": ONES.int() - 1,
+        "config": gk.LossConfig(ratio="segment"),
+    },
+    "mask must hold 0 and 1 alone, got -inf at [0, 0]; an additive mask? pass mask == 0": {"mask": ONES.log() - INF},
+    "mask must hold 0 and 1 alone, got 0.5 at [0, 0]": {"mask": ONES / 2},
+    "cu_seqlens must end at the number of tokens, 4, got 3; padding after the last row needs a mask": {
+        "logprobs": -FLAT,
+        "old_logprobs": -FLAT,
+        "advantages": ROWS[:1],
+        "cu_seqlens": torch.tensor([0, 3]),
+    },
+    **{
+        f"{name} must be log-probs, ... got none below 0 and 1; ... pass -{name}; ... {name}.log()": {
+            name: ONES,
+            "config": gk.LossConfig(kl="k3"),
+        }
+        for name in ("logprobs", "old_logprobs", "ref_logprobs")
+    },
     "normalizer must be a positive ... got 0": {"normalizer": {"tokens": 3, "rows": 0}},
     "normalizer must be for one of tokens, rows, segments, got 'token'": {"normalizer": {"token": 3}},
     "normalizer must have one element, got shape [2]": {"normalizer": torch.ones(2)},
@@ -47,7 +68,7 @@ ARGUMENTS: Rows = {
     **{
         f"{name}_aggregation must be None or that of the policy term, 'token-mean', with weights, ... 'token-sum'": {
             "weights": ONES,
-            argument: ONES,
+            argument: -ONES,
             "config": gk.LossConfig(kl="k3", **{f"{name}_aggregation": "token-sum"}),
         }
         for name, argument in (("kl", "ref_logprobs"), ("entropy", "entropy"))
@@ -86,7 +107,7 @@ for fields, argument, unit, setting in (
 ):
     config = gk.LossConfig(**fields)
     own = "segments" if config.ratio == "segment" else "tokens"
-    others = {argument: ONES, "config": config} | ({"segments": ONES.int() - 1} if own == "segments" else {})
+    others = {argument: -ONES, "config": config} | ({"segments": ONES.int() - 1} if own == "segments" else {})
     ARGUMENTS |= each("normalizer", f"must have {unit!r}, the unit of {setting}=", {own: 3}, **others)
     ARGUMENTS |= each("normalizer", f"must be a dict with {own!r} for ... {unit!r} for {setting}= ... 3", 3, **others)
 

@@ -268,7 +268,7 @@ def test_all_but_log_probs_may_come_from_inference_mode(backend: str) -> None:
 
 @pytest.mark.parametrize("unit", ["tokens", "rows", "segments"])
 @on_backends
-def test_a_normalizer_may_be_a_number_a_tensor_or_named(backend: str, unit: str) -> None:
+def test_a_normalizer_is_named_or_a_number_of_tokens(backend: str, unit: str) -> None:
     by_row = {"rows": "seq-mean-token-mean"}.get(unit, "token-mean")
     op = op_of(gk.LossConfig(ratio="segment" if unit == "segments" else "token", aggregation=by_row))
     batch = cases.padded(1, 4, 9, optional=("segments",))
@@ -279,13 +279,17 @@ def test_a_normalizer_may_be_a_number_a_tensor_or_named(backend: str, unit: str)
         return run(op, batch | {"normalizer": value}, backend, F64)["d_logprobs"]
 
     for value in (7, 0.25):  # a count per rank can be below 1
-        want = result(value)
-        for same in (torch.tensor(value), torch.tensor([value]), {unit: value}, {unit: torch.tensor(value)}):
-            if isinstance(same, dict):
-                same = {unit: same[unit].to(device_of(backend)) if isinstance(same[unit], Tensor) else value}
-            assert torch.equal(result(same), want)
-        assert not torch.equal(want, result(2 * value))
-    assert torch.equal(result(torch.tensor(0)), result(1))  # a count of nothing
+        want = result({unit: value})
+        assert torch.equal(result({unit: torch.tensor(value, device=device_of(backend))}), want)
+        assert not torch.equal(want, result({unit: 2 * value}))
+        for alone in (value, torch.tensor(value), torch.tensor([value])):
+            if unit == "tokens":
+                assert torch.equal(result(alone), want)
+            else:
+                with pytest.raises(ValueError, match=f"normalizer must be a dict with {unit!r} for aggregation="):
+                    result(alone)
+    nothing = {unit: torch.tensor(0, device=device_of(backend))}
+    assert torch.equal(result(nothing), result({unit: 1}))
 
 
 # The backward pass

@@ -120,7 +120,7 @@ def ours(backend: str, batch: Inputs, options: dict[str, Any], **changes: Any) -
         of_sampler = gk.CorrectionConfig.trl(**{k: v for k, v in fields.items() if k.startswith("vllm")})
         correction = gk.sampling_correction(b["old_logprobs"], b["sampling_logprobs"], config=of_sampler, mask=mask)
         arguments["is_weights"] = correction.weights
-        measured = correction.metrics.to_dict("trl")
+        measured = correction.metrics.trl()
     bonus: Tensor | None = None
     if options["top_entropy_quantile"] < 1:
         kept = gk.variants.high_entropy_mask(entropy, mask, options["top_entropy_quantile"])

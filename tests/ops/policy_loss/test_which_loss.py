@@ -232,7 +232,7 @@ FORMULAS: dict[str, Callable[[Batch], Tensor]] = {
     "SkyRL: cross_entropy": lambda b: -(b.lp * b.mask).sum(),
     "SkyRL: tis_ratio_type: token": lambda b: b.token_mean(b.clip(b.bounded) * b.weight.clamp(max=1.2)),
     "SkyRL: tis_ratio_type: sequence": lambda b: b.token_mean(
-        b.clip(b.bounded) * ((b.old - b.sampled) * b.mask).sum(1, keepdim=True).exp().clamp(max=5)
+        b.clip(b.bounded) * ((b.old - b.sampled) * b.mask).sum(1, keepdim=True).clamp(-20, 20).exp().clamp(max=5)
     ),
     "prime-rl: type: ipo, eps: 0.3": lambda b: prime_rl(b, (b.lp.exp() - b.sampled.exp()).abs() <= 0.3),
     "prime-rl: type: ipo, eps: 0.05": lambda b: prime_rl(b, (b.lp.exp() - b.sampled.exp()).abs() <= 0.05, 0.5, 0.1),

@@ -62,6 +62,15 @@ def correct(batch: Batch, config: gk.CorrectionConfig | None = None) -> gk.Sampl
     return gk.sampling_correction(moved.old, moved.sampling, mask=moved.mask, config=config)
 
 
+def by_token(got: gk.SamplingCorrection, cu_seqlens: Tensor | None = None) -> Tensor:
+    """One weight for each token, 0 where the mask is False."""
+    weights = got.weights
+    if cu_seqlens is not None and weights.dim() == 2:
+        spread = weights[:, 0].repeat_interleave(cu_seqlens.diff())
+        weights = pad(spread, (0, len(got.mask) - len(spread)))
+    return torch.where(got.mask, weights, 0)
+
+
 # A seed makes better batches than many draws, which hypothesis repeats: 50 examples had 4 with geometric weights.
 
 
@@ -99,6 +108,10 @@ def a_call(seed: int) -> tuple[Inputs, gk.CorrectionConfig]:
     if choose.random() < 0.3:
         inputs = {name: value.reshape(-1) for name, value in inputs.items()}
         cuts = sorted(choose.randrange(rows * width + 1) for _ in range(rows))
+        if "mask" in inputs:
+            inputs["mask"] = inputs["mask"] & (torch.arange(rows * width) < cuts[-1])
+        else:
+            cuts[-1] = rows * width
         inputs["cu_seqlens"] = torch.tensor([0, *cuts])
     return inputs, a_config(seed)
 
@@ -117,7 +130,9 @@ def draw() -> Inputs:
 
 def draw_packed() -> Inputs:
     cuts = torch.randint(72, (6,)).sort().values
-    return {name: value.flatten() for name, value in draw().items()} | {"cu_seqlens": pad(cuts, (1, 0))}
+    inputs = {name: value.flatten() for name, value in draw().items()}
+    inputs["mask"] &= torch.arange(72) < cuts[-1]
+    return inputs | {"cu_seqlens": pad(cuts, (1, 0))}
 
 
 def described(config: gk.CorrectionConfig) -> Op:

@@ -18,7 +18,6 @@ CALLS = {
     "CorrectionConfig": Call(gk.CorrectionConfig, {}),
     "CorrectionConfig.verl": Call(gk.CorrectionConfig.verl, {}),
     "CorrectionConfig.trl": Call(gk.CorrectionConfig.trl, {}),
-    "CorrectionMetrics": Call(METRICS.to_dict, {}),
     "CorrectionMetrics.merged": Call(METRICS.merged, {"rows": [METRICS]}),
 }
 
@@ -80,11 +79,6 @@ ERRORS = [
         TypeError,
         {"config must be a CorrectionConfig, got str ... (weights='token', weight_max": {"config": "verl"}},
     ),
-    Errors(
-        "sampling_correction",
-        RuntimeError,
-        {"backend 'kernel' cannot run here: the op is plain ... backend='reference'": {"backend": "kernel"}},
-    ),
     Errors("CorrectionConfig", ValueError, CONFIG),
     Errors(
         "CorrectionConfig",
@@ -106,6 +100,5 @@ ERRORS = [
             "weight_max must ... weight_max is made from vllm_imp": {"vllm_importance_sampling_clip_max": -1},
         },
     ),
-    Errors("CorrectionMetrics", ValueError, {"names must be one of verl, trl, got 'vrl'": {"names": "vrl"}}),
     Errors("CorrectionMetrics.merged", ValueError, {"rows must be ... [2]": {"rows": torch.ones(2)}}),
 ]

@@ -16,7 +16,7 @@ import torch
 import grpo_kernels as gk
 from grpo_kernels.ops.sampling_correction.trl_fields import TRL_DEFAULTS, TRL_MODES
 from grpo_kernels.ops.sampling_correction.verl_fields import SAFETY_BOUND, VERL_DEFAULTS, VERL_STATISTICS
-from tests.ops.sampling_correction.cases import NAN, Batch, make_batch
+from tests.ops.sampling_correction.cases import NAN, Batch, by_token, make_batch
 
 pytest.importorskip("trl")
 pytest.importorskip("verl")
@@ -70,8 +70,8 @@ def compare(batch: Batch, fields: dict[str, Any]) -> None:
     assert torch.equal(got.mask.cpu(), mask.bool())
     expected = mask.bool().double() if weights is None else weights.batch["rollout_is_weights"] * mask
     # a row's sum of n log ratios of size |d| is off by n |d| eps, and its exponential by as much
-    torch.testing.assert_close(got.weights.cpu().double(), expected, rtol=4e-6, atol=0)
-    found = got.metrics.to_dict("verl")
+    torch.testing.assert_close(by_token(got).cpu().double(), expected, rtol=4e-6, atol=0)
+    found = got.metrics.verl()
     assert found.keys() == metrics.keys()
     if (batch.old - batch.sampling).abs().max() > SAFETY_BOUND:  # verl leaves this one without its bound
         assert found["rollout_corr/k3_kl"] < metrics.pop("rollout_corr/k3_kl")
@@ -121,8 +121,9 @@ def test_equals_trl(mode: str, bounds: tuple[float | None, float | None]) -> Non
     config = gk.CorrectionConfig.trl(**options)
     got = gk.sampling_correction(moved.old, moved.sampling, mask=moved.mask, config=config)
     assert torch.equal(got.mask, moved.mask)
-    torch.testing.assert_close(got.weights.cpu().double(), ratio * batch.mask, rtol=2e-6, atol=0)
-    assert got.metrics.to_dict("trl") == pytest.approx(metrics, rel=2e-6, abs=1e-7)
+    assert got.weights.shape == ratio.shape
+    torch.testing.assert_close(by_token(got).cpu().double(), ratio * batch.mask, rtol=2e-6, atol=0)
+    assert got.metrics.trl() == pytest.approx(metrics, rel=2e-6, abs=1e-7)
 
 
 def test_defaults_are_those_of_trl() -> None:

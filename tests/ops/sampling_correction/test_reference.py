@@ -34,6 +34,7 @@ from tests.ops.sampling_correction.cases import (
     OF_BATCH,
     OF_TOKENS,
     Batch,
+    by_token,
     calls,
     correct,
     make_batch,
@@ -110,7 +111,26 @@ def test_any_weights_and_mask_are_their_formulas(drawn: tuple[Inputs, gk.Correct
     weights, mask = expected(inputs, config)
     got = gk.sampling_correction(**{name: value.to(DEVICE) for name, value in inputs.items()}, config=config)
     np.testing.assert_array_equal(got.mask.cpu().reshape(-1).numpy(), mask)
-    np.testing.assert_allclose(got.weights.cpu().reshape(-1).numpy(), weights, rtol=1e-12)
+    bounds = inputs.get("cu_seqlens")
+    if config.weighs_rows:
+        assert got.weights.shape == (len(inputs["old_logprobs"]) if bounds is None else len(bounds) - 1, 1)
+    flat = by_token(got, None if bounds is None else bounds.to(DEVICE)).cpu().reshape(-1)
+    np.testing.assert_allclose(flat.numpy(), weights, rtol=1e-12)
+
+
+def test_weights_of_rows_are_refused_where_tokens_multiply_theirs() -> None:
+    batch = make_batch(3)
+    weights = correct(batch, gk.CorrectionConfig(weights="sequence", weight_max=2.0)).weights
+    lp, advantages = batch.old.to(DEVICE), torch.ones(7, device=DEVICE)
+    with pytest.raises(ValueError, match=r"is_weights must be one per token for loss='vespo', got .* \[7\]"):
+        gk.policy_loss(lp, lp, advantages, mask=batch.mask.to(DEVICE), is_weights=weights, config="vespo")
+
+
+def test_a_row_of_which_nothing_is_left_weighs_nothing() -> None:
+    batch = make_batch(3, far=0.05)
+    got = correct(batch, gk.CorrectionConfig(weights="geometric", rejections=(("seq_max_k1", -1.0, 1.0),)))
+    assert 0 < int((got.weights == 0).sum()) < 7
+    assert torch.equal(got.weights == 0, ~got.mask.any(1, True))
 
 
 def test_tokens_without_a_score_have_ratio_one() -> None:
@@ -155,7 +175,7 @@ def test_the_batches_of_all_ranks_are_one(config: gk.CorrectionConfig) -> None:
 
     def part(rows: slice) -> gk.SamplingCorrection:
         old, sampling, mask = (values[rows] for values in batch.to(torch.float64))
-        return gk.sampling_correction(old, sampling, mask=mask, config=config, group=group)
+        return gk.sampling_correction(old, sampling, mask=mask, config=config, process_group=group)
 
     first, second = on_ranks([lambda: part(slice(3)), lambda: part(slice(3, 8))], group)
     assert torch.equal(torch.cat((first.mask, second.mask)), whole.mask)
@@ -187,16 +207,17 @@ def skyrl(batch: Batch, f: dict[str, Any]) -> tuple[Tensor, Tensor]:
             out = (values.exp() < f[f"{bounds}_low"]) | (values.exp() > f[f"{bounds}_high"])
             mask &= ~((out & batch.mask).any(1, True) if bounds == outlier else out)
     if f.get("tis_ratio_type") == "token":
-        weights = d.exp().clamp(max=f["token_tis_ratio_clip_high"])
+        weights = d.clamp(-20, 20).exp().clamp(max=f["token_tis_ratio_clip_high"]) * mask
     if f.get("tis_ratio_type") == "sequence":
-        weights = d.sum(1, True).exp().clamp(max=f["sequence_tis_ratio_clip_high"])
-    return weights * mask, mask
+        weights = d.sum(1, True).clamp(-20, 20).exp().clamp(max=f["sequence_tis_ratio_clip_high"])
+        weights = weights * mask.any(1, True)
+    return torch.where(mask, weights, 0) if weights.shape == mask.shape else weights, mask
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="tests are run from outside the checkout")
 @pytest.mark.parametrize("fields", SKYRL, ids=range(len(SKYRL)))
 def test_equals_skyrl(fields: dict[str, Any]) -> None:
-    batch = make_batch(4)
+    batch = make_batch(4, far=0.05)  # log ratios beyond 20, which SkyRL limits
     settings = ", ".join(f"`{name}: {value}`" for name, value in fields.items())
     rows = dict(re.findall(r"^\| (`.*`) \| `(gk\..*)` \|$", PAGE.read_text(), re.M))
     weights, mask = skyrl(batch, fields)
@@ -247,8 +268,8 @@ def test_metrics_by_name() -> None:
 def test_nothing_to_correct() -> None:
     old = torch.full((2, 4), NAN, device=DEVICE)
     metrics = gk.sampling_correction(old, old, mask=torch.zeros_like(old), config=OF_BATCH).metrics
-    assert metrics.to_dict()["tokens"] == 0 and metrics.to_dict("verl") == {}
-    assert metrics.to_dict("trl")["sampling/sampling_logp_difference/mean"] == 0
+    assert metrics.to_dict()["tokens"] == 0 and metrics.verl() == {}
+    assert metrics.trl()["sampling/sampling_logp_difference/mean"] == 0
 
 
 def test_impossible_tokens_are_rejected_and_cancel() -> None:

@@ -80,8 +80,9 @@ METRIC: Rows = {
 LAYOUT: Rows = {
     **each("embeddings", "must have shape [N, D] with D > 0, got {}", ROWS[0], ROWS[None], ROWS[:, :0]),
     "embeddings must not require grad ... pass embeddings.detach()": {"embeddings": LEAF},
-    **each("groups", "must have 1 to 256 rows each, got {}", 0, -1, 257),
-    **each("groups", "must divide the number of rows, 6, got {}; pass a tensor of ids", 4, 12),
+    **each("groups", "must be the size of each group ... got {}", 0, -1),
+    "groups must have at most 256 rows each, got 257": {"groups": 257, "embeddings": torch.ones(257, 2)},
+    **each("groups", "must be the size of each group ... number of rows, 6, got {}; pass a tensor of ids", 4, 12),
     **each("num_groups", "must be 2 for 6 rows in groups of 3, got {}", 3, 1),
     **each("max_size", "must be 3 for 6 rows in groups of 3, got {}", 4),
     **each("num_groups", "must be from 0 to 2**31 - 1, got {}", -1, 2**31),
@@ -104,7 +105,14 @@ ERRORS = [
         TypeError,
         {
             "embeddings must be of dtype ... torch.int64; .float() converts it": {"embeddings": ROWS.long()},
-            **each("groups", "must be an int or an integer tensor, got ... {}", True, 2.0, None, "3"),
+            **each(
+                "groups",
+                "must be an int, ... tensor of ids, got ... {}",
+                True,
+                2.0,
+                None,
+                "3",
+            ),
             "groups must be ... list ... gk.group_ids(...) makes the tensor": {"groups": [0] * 6},
             **each("num_groups", "must be an int, got ... {}", 2.0, True, "3"),
             **each("max_size", "must be an int, got ... {}", 2.0),
@@ -182,7 +190,7 @@ ERRORS = [
             },
         },
     ),
-    Errors("silhouette of rows", TypeError, each("groups", "must be an int or an integer tensor ... {}", True, "3")),
+    Errors("silhouette of rows", TypeError, each("groups", "must be an int, ... {}", True, "3")),
     Errors("SimilarityConfig", ValueError, CONFIG),
     Errors("similarity_metrics", TypeError, {"result must be SimilarityGroups, got tuple": {"result": ()}}),
     Errors(
@@ -199,7 +207,11 @@ ERRORS = [
         TypeError,
         {"similarity must be a SimilarityConfig or a str, got int": {"similarity": 3}},
     ),
-    Errors("similarity_groups before advantages", ValueError, each("groups", "must divide the number of rows, 6", 4)),
+    Errors(
+        "similarity_groups before advantages",
+        ValueError,
+        each("groups", "must be the size of each group ... number of rows, 6", 4),
+    ),
     Errors("group_advantages of similar rows", ValueError, {"lengths must be left out": {"lengths": ROWS[:, 0]}}),
     # diversity
     Errors("similarity_weights", ValueError, each("eps", NEGATIVE, -1.0) | each("least", NOT_POSITIVE, 0.0)),
@@ -236,7 +248,7 @@ ERRORS = [
             **each("values", "must have shape [N, ...], got {}", R[0, 0]),
             "fill must be given for uint8": {"fill": None, "values": L[0].to(torch.uint8)},
             **each("groups", "must have shape [3], one element per row, got {}", L[0, :2]),
-            **each("groups", "must divide the number of rows, 3, got {}", 2),
+            **each("groups", "must be the size of each group ... number of rows, 3, got {}", 2),
             "max_size must be at least 3 for these groups, got 2": {"max_size": 2, "groups": L[0]},
         },
     ),
@@ -245,7 +257,7 @@ ERRORS = [
         TypeError,
         {
             "values must be a tensor, got list": {"values": [1.0]},
-            "groups must be an int or an integer tensor, got str '3'": {"groups": "3"},
+            "groups must be an int, ... tensor of ids, got str '3'": {"groups": "3"},
         },
     ),
     Errors(

@@ -180,7 +180,10 @@ def draw_packed() -> Inputs:
     """All seeds have batches of one shape, so that the last row and the tokens after it differ in length."""
     batch = packed(draw())
     room = 63 - len(batch["rewards"])
-    return {n: value if n == "cu_seqlens" else torch.cat((value, value.new_ones(room))) for n, value in batch.items()}
+    filled = {
+        name: torch.cat((value, value.new_full((room,), value.dtype != torch.bool))) for name, value in batch.items()
+    }
+    return filled | {"cu_seqlens": batch["cu_seqlens"]}
 
 
 # The optimal token baseline

@@ -60,7 +60,7 @@ ERRORS = [
             "sum_pi_squared must be within [0, 1], got -1.0 at [0, 0]": {"sum_pi_squared": TOKENS - 1},
             "sum_pi_squared must be within [0, 1], got 1.5 at [0, 0]": {"sum_pi_squared": TOKENS + 1.5},
             "places must be one of position, rank, got 'turn'": {"places": "turn"},
-            "groups must divide the number of rows, 2, got 3": {"groups": 3},
+            "groups must be the size of each group ... number of rows, 2, got 3": {"groups": 3},
             "eps must be a finite number of at least 0, got -1": {"eps": -1},
         },
     ),
