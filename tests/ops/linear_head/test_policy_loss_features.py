@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ops.linear_head.distillation_cases import TEACHERS
 from tests.ops.linear_head.heads import EXACT, assert_close
 from tests.ops.linear_head.policy_loss_cases import (
     CONFIGS,
     FEATURES,
     REFERENCES,
-    TEACHERS,
     problem,
     with_garbage,
 )
