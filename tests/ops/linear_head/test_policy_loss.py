@@ -9,7 +9,6 @@ term of a shared position that counts once; digits that a certain target loses b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -63,15 +62,17 @@ def assert_within_budgets(backend: str, dtype: torch.dtype, name: str, *features
         assert_within_budget(got, want, exact, what, inherited.get(what, 0.0))
 
 
-def budgets_of_float32() -> Iterator[Any]:
+def budgets_of_float32() -> list[Any]:
     """Every config with every set of features.
 
     Without --all, the slow interpreter has each config with one of them: no kernel of Triton's sees the config.
     """
     sets = [("bias", "gaps"), ("lora", "teacher"), ("scaled", "shared"), ("support", "ref_head")]
+    result = []
     for backend, (at, name), (place, features) in itertools.product(KERNELS, enumerate(cases.CONFIGS), enumerate(sets)):
         is_left_out = backend == "triton" and place != at % len(sets)
-        yield pytest.param(backend, name, features, marks=pytest.mark.full if is_left_out else ())
+        result.append(pytest.param(backend, name, features, marks=pytest.mark.full if is_left_out else ()))
+    return result
 
 
 @pytest.mark.pairs
