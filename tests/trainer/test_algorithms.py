@@ -1,13 +1,18 @@
-"""The settings of every algorithm of the trainer, as a dry run shows them.
+"""The settings of every algorithm of the trainer, as a dry run shows them, and what its metrics divide by.
 
-Faults that this is for: an algorithm with a number or a loss of another one. Runs of most algorithms
-are only made, and not compared with anything.
+Faults that this is for: an algorithm with a number or a loss of another one; a clip fraction of a
+number other than that of the ratios. Runs of most algorithms are not compared with anything.
 """
 
 from __future__ import annotations
 
+import pytest
+import torch
 from grpo_trainer.algorithm import ALGORITHMS, Plan
+from grpo_trainer.metrics import loss_metrics
 from grpo_trainer.recipe import Algorithm, Rl
+
+import grpo_kernels as gk
 
 PLAIN = "advantages: the defaults"
 KL = "kl=k3, kl_coef=0.01"
@@ -37,3 +42,17 @@ DESCRIBED = {
 
 def test_settings_of_algorithms() -> None:
     assert {name: Plan.of(Rl(algorithm=Algorithm(name=name))).described() for name in ALGORITHMS} == DESCRIBED
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("grpo", 1 / 12, 3 / 12), ("group_ppo", 1 / 5, 2 / 5)])
+def test_clip_fractions_are_of_ratios(name: str, low: float, high: float) -> None:
+    """Of twelve tokens in five segments; a segment has the product of its tokens' ratios."""
+    plan = Plan.of(Rl(algorithm=Algorithm(name=name)))
+    moved = torch.tensor([[0.3, 0.0, 0.0, 0.1, 0.15, 0.3], [0.3, 0.0, 0.0, 0.0, 0.0, -0.3]])
+    segments = torch.tensor([[0, 0, 1, 2, 2, 2], [0, 0, 0, 1, 1, 1]])
+    advantages = torch.tensor([[1.0] * 6, [1.0, 1.0, -1.0, -1.0, -1.0, -1.0]])
+    more = {"segments": segments} if plan.loss.ratio == "segment" else {}
+    more |= {"ref_logprobs": moved} if plan.loss.kl != "none" else {}
+    result = gk.policy_loss(moved, torch.zeros(2, 6), advantages, config=plan.loss, **more)
+    metrics = loss_metrics([result.metrics.tensor], [0.0], [0.0], plan)
+    assert (metrics["train/clip_low"], metrics["train/clip_high"]) == pytest.approx((low, high))
