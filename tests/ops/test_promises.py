@@ -454,8 +454,11 @@ FIRST = {name.partition(" ")[0]: name for name in reversed(OPS)}  # description 
 
 
 def is_compiled_by_default(name: str, backend: str) -> bool:
-    """Implementations are called in the same Python. Of the emulated ones, and of the specifications of a function but
-    one, a graph takes long, and eager runs show all but a value that the host waits for."""
+    """One specification of each function, and all kernels of the CPU.
+
+    Implementations are called in the same Python. Graphs of the others take long, and would show no
+    more than a value that the host waits for.
+    """
     of_cpu = (name, "cpu") in EACH
     return backend == "cpu" or (backend == "reference" and (name in FIRST.values() or not of_cpu))
 
