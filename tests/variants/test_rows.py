@@ -88,15 +88,15 @@ def flowrl(lp: Tensor, batch: Batch, clip: str = "product", cap: float = math.in
     log_ratio = (now - old) * (1 if clip == "geometric" else mask.sum(1))
     weight = log_ratio.exp().detach()
     if clip == "logprob":
-        now = torch.minimum(torch.maximum(now, old + math.log(0.9)), old + math.log(1.1))
+        now = torch.minimum(torch.maximum(now, old + math.log(0.9)), old + math.log(1.2))
     else:
-        weight = weight.clamp(0.9, 1.1)
+        weight = weight.clamp(0.9, 1.2)
     weight = weight.clamp(max=cap) * batch["is_weights"][rows]
     residual = batch["log_z"][rows] + now - beta * batch["advantages"][rows] - ref
     return (weight * residual.square()).mean()
 
 
-BOUNDS = {"clip_low": 0.1, "clip_high": 0.1}
+BOUNDS = {"clip_low": 0.1, "clip_high": 0.2}
 OF_GROUPS = ("old_logprobs", "advantages", "groups")
 OF_FLOWS = ("old_logprobs", "ref_logprobs", "advantages", "log_z")
 # the function, its inputs after logprobs, its settings, and the published formula

@@ -76,6 +76,19 @@ def test_halves(backend: str, how: str) -> None:
         assert got[name].dtype == BF16 and float((got[name].double() - gold[name]).abs().max()) <= allowed, name
 
 
+@pytest.mark.pairs
+@every_tail
+@every_kind
+@on_kernels
+def test_float32_where_one_is_sure(backend: str, kind: str, tail: str) -> None:
+    """Of ids whose probabilities add up to 1, or nearly so: then little or nothing is known of the rest."""
+    for sure in ("sure teacher", "sure student"):
+        inputs = cases.draw("bias", sure, shape=(2,), columns=10, k=2, kind=kind, tail=tail)
+        inputs = heads.rounded(inputs, F32)
+        expected = {name: value.float() for name, value in cases.defined(inputs).items()}
+        assert_close(run(op_of(inputs), inputs, backend, F32), expected, rtol=1e-5, atol=1e-5)
+
+
 def one_token(k: int, **teacher: str) -> tuple[Inputs, list[int]]:
     """A token, and the columns that the teacher says nothing of."""
     inputs = cases.draw("bias", shape=(1,), columns=40, k=k, **teacher)

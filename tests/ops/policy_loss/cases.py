@@ -35,7 +35,7 @@ Pick = Callable[[Sequence[Any]], Any]  # one of several values
 
 # Configs
 
-CLAMP = {"log_ratio_clamp": (None, (-20.0, 20.0), (-0.3, 0.3))}
+CLAMP = {"log_ratio_clamp": (None, (-20.0, 20.0), (-0.3, 0.2))}
 TRUST_REGION = {"clip_low": (0.05,), "clip_high": (0.04,), "ratio_cap": (None, 1.1, 3.0), **CLAMP}
 # by the loss: values of the fields that it reads, on both sides of the ratios and changes of a batch
 FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
