@@ -34,6 +34,12 @@ def test_users_choose_between_kernel_and_reference(call: Callable[[str], object]
         call("kernle")
 
 
+def test_the_kernel_of_an_op_of_plain_torch_is_that(as_user: None) -> None:
+    old, sampling = -torch.rand(2, 3), -torch.rand(2, 3)
+    results = [gk.sampling_correction(old, sampling, backend=name).metrics for name in ("kernel", "reference", None)]
+    assert results[0].to_dict() == results[1].to_dict() == results[2].to_dict()
+
+
 FLOATS = dict.fromkeys(("cuda", "triton", "cpu", "reference"), (torch.float32,))
 
 

@@ -32,6 +32,22 @@ def test_examples_run_and_print_what_the_readme_says() -> None:
     assert scope["hidden"].grad.any() and scope["lm_head"].weight.grad.any()  # type: ignore[attr-defined]
 
 
+def test_hidden_states_of_a_model_are_shifted_by_one() -> None:
+    """As the pages say: last_hidden_state[:, P - 1 : -1] after prompts of P tokens."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 19, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = transformers.Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    model, ids, prompt = transformers.Qwen2ForCausalLM(config).eval(), torch.randint(19, (2, 9)), 4
+    for page in ("README.md", "docs/ops/linear_logprobs.md", "docs/ops/linear_policy_loss.md"):
+        assert "last_hidden_state[:, P - 1 : -1]" in (README.parent / page).read_text(), page
+    with torch.no_grad():
+        logits = model(ids).logits.log_softmax(-1)
+        hidden = model.model(ids).last_hidden_state[:, prompt - 1 : -1]
+        got = gk.linear_logprobs(hidden, model.lm_head.weight, ids[:, prompt:]).logprobs
+    want = torch.stack([logits[:, t - 1].gather(1, ids[:, t : t + 1])[:, 0] for t in range(prompt, 9)], 1)
+    torch.testing.assert_close(got, want)
+
+
 def test_the_text_of_the_picture_has_the_numbers_of_the_results() -> None:
     """The picture is drawn from these results, with three digits, and its text is for those who do not see it."""
     text = re.search(r'images/summary_light\.png" width="\d+" alt="([^"]*)"', README.read_text())

@@ -156,6 +156,17 @@ def test_the_recipe_of_the_documentation_trains_like_the_bundled_one(tmp_path: P
     assert load(tmp_path / "mine.yaml", ["name=arithmetic", "rl.rewards=[]"]) == load("arithmetic")
 
 
+@pytest.mark.skipif(not DOCS.exists(), reason="tests are run from outside the checkout")
+@pytest.mark.parametrize("page", ["trainer.md", "scale.md"])
+def test_parts_of_recipes_on_the_pages_can_be_pasted(tmp_path: Path, page: str) -> None:
+    blocks = re.findall(r"(?:^    .*\n)+", (DOCS / page).read_text(), re.M)
+    parts = [part for part in map(textwrap.dedent, blocks) if re.match(r"[a-z]+:( |\n)", part)]
+    assert parts
+    for part in parts:
+        (tmp_path / "mine.yaml").write_text(f"base: arithmetic\n{part}")
+        load(tmp_path / "mine.yaml")
+
+
 # One of each system, one that loads a model, and two for GPUs, of which small stand-ins run.
 SYSTEMS = ("arithmetic", "group_ppo", "similarity_group", "dialogue-reinforce", "reply-polychromic", "smollm2")
 SYSTEMS += ("group_ppo-gpu", "reply-gpu")

@@ -148,7 +148,7 @@ OF_POLICY: Rows = {
     "ref_logprobs must be None with ref_hidden": REF | {"ref_logprobs": TOKENS},
     "ref_hidden must be left out with kl='none', got a tensor; choose a kl": {"ref_hidden": HIDDEN},
     "ref_hidden must have shape [2, 3, 5], for ... got [3, 5]": KL | {"ref_hidden": HIDDEN[0]},
-    "ref_head must have the columns of head, 7 ... got 6": REF | {"ref_head": WEIGHT[:6]},
+    "ref_head must have the columns of head, 7, got 6": REF | {"ref_head": WEIGHT[:6]},
     "ref_head must be on cpu like the first argument, got meta": REF | {"ref_head": TALL.to("meta")},
     "ref_head must be None without ref_hidden, got Tensor": KL | {"ref_head": WEIGHT},
     "normalizer must have 'tokens', the ... got {'rows': 2.0}": REF | {"normalizer": {"rows": 2.0}},

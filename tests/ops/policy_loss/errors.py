@@ -127,7 +127,11 @@ CONFIG: Rows = {
     "max_length must ... None": {"kl": "k1", "kl_aggregation": NORM},
     **each("loss", "must be one of clip, ... topr, got {}", ["clip"]),
     **each("loss", "must be the name of a term, got 'grpo', ... LossConfig.of('grpo')", "grpo"),
-    **each("loss", "must be ... got 'gspo'; verl's is LossConfig.verl(loss_mode='gspo')", "gspo"),
+    **each(
+        "loss",
+        "must be ... got 'gspo'; verl's is LossConfig.verl(loss_mode='gspo'); TRL's is LossConfig.trl(impor",
+        "gspo",
+    ),
     **each("aggregation", "must be one of ... got {}", "local-token-mean"),
     **each("aggregation", "must be seq-mean-token-sum or ... {}", "token-mean", loss="geo_mean"),
     **each("sapo_temperatures", "must hold 2 numbers ... {}", (1.0,), 1.0, loss="sapo"),
@@ -185,9 +189,27 @@ VERL: Rows = {
     "dual_clip must be ... above 1, got 0.5; dual_clip is made from clip_ratio_c": {"clip_ratio_c": 0.5},
 }
 MERGED = f"rows must be a list of metrics ... [K, {len(METRICS.names)}], got "
+RESULT = gk.sampling_correction(-ONES, -ONES)
+SCORED = gk.token_logprobs(torch.zeros(3, 4, 2), INDEX.new_zeros(3, 4))
+RESULTS: Rows = {
+    "advantages must be a tensor, got GroupAdvantages; pass its .advantages": {
+        "advantages": gk.group_advantages(ROWS, 3)
+    },
+    "is_weights must be a tensor, got SamplingCorrection; pass its .weights": {"is_weights": RESULT},
+    "mask must be a tensor, got SamplingCorrection; pass its .mask": {"mask": RESULT},
+    **{
+        f"{name} must be a tensor, got TokenLogprobs; pass its .logprobs": {name: SCORED}
+        for name in ("logprobs", "old_logprobs")
+    },
+    "segments must be a tensor, got EndpointSegments; pass its .segment_ids": {
+        "segments": gk.endpoint_segments(ONES, -ONES, -ONES, values=ONES)
+    },
+}
 ERRORS = [
     Errors("policy_loss", ValueError, ARGUMENTS),
-    Errors("policy_loss", TypeError, {"config must be a LossConfig or a str, got NoneType": {"config": None}}),
+    Errors(
+        "policy_loss", TypeError, RESULTS | {"config must be a LossConfig or a str, got NoneType": {"config": None}}
+    ),
     Errors("LossConfig", ValueError, CONFIG),
     Errors(
         "LossConfig",
