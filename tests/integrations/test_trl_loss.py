@@ -218,10 +218,12 @@ def test_a_policy_term_that_trl_does_not_have(tmp_path: Path, name: str, head: s
     mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
     config, function = (gk.LossConfig(), term) if callable(term) else (term, gk.policy_loss)
 
+    logprobs, _, _ = trainer._forward(trainer.model, inputs)
+
     def by_hand() -> Tensor:
-        logprobs, _, _ = trainer._forward(trainer.model, inputs)
+        is_fixed = term is clip_cov  # it draws tokens by the bits of their log-probs
         return function(
-            logprobs,
+            logprobs if is_fixed else trainer._forward(trainer.model, inputs)[0],
             inputs["old_per_token_logps"],
             inputs["advantages"],
             mask=mask,

@@ -241,7 +241,7 @@ def test_adapters_have_the_values_and_gradients_of_the_logits(patched: None, opt
     assert (base - got).abs().max() > (0.1 if "modules_to_save" not in options else 0.01)
     if "modules_to_save" not in options:
         model.merge_adapter()
-        assert_close_to_rounding(fused(model), want[0], lambda: by_logits()[0])
+        assert_close_to_rounding(fused(model), want[0], lambda: from_logits(model))
 
 
 def test_log_probs_do_not_depend_on_the_metrics_beside_them(patched: None) -> None:
