@@ -7,8 +7,9 @@
 #   make test-floor        test wheels of every build mode and every Triton kernel with the oldest torch and Triton
 #   make test-floor-quick  run the part of it that CI runs
 #   make test-engine       test the trainer, TRL and verl with vLLM on the CPU; twenty minutes
+#   make test-processors   test ops and integrations as other processors add up, on one and two threads; an hour
 #   make soak              kill runs, break their surroundings, fuzz the ops, look for leaks; at most an hour and a half
-#   make nightly           run everything slower than .ci/run: test-all, floor, engine, soak, benchmarks, results of a seed
+#   make nightly           run everything slower than .ci/run: test-all, floor, engine, processors, soak, bench, results
 #   make results           measure the results of docs/results again; hours, or SEEDS=0 for those of a seed
 #   make bench             time the CPU against the installed peers and check every bar; about 40 minutes
 #   make bench-quick       compare the steady ratios with benchmarks/baseline.json; a minute
@@ -47,8 +48,8 @@ ENGINE_PIP_FLAGS ?=
 DIST := .venv-dist
 DOCS := .venv-docs
 
-.PHONY: train test test-all test-ops test-floor test-floor-quick test-engine soak nightly lint format results bench \
-	bench-quick wheel docs dist gpu-check clean
+.PHONY: train test test-all test-ops test-floor test-floor-quick test-engine test-processors soak nightly \
+	lint format results bench bench-quick wheel docs dist gpu-check clean
 
 train: $(VENV)/built
 	$(BIN)/python -m grpo_trainer train arithmetic --fresh
@@ -80,6 +81,16 @@ test-floor-quick: $(VENV)/built $(FLOOR)/packages
 test-engine: $(VENV)/built $(ENGINE)/packages
 	PYTHONPATH="$(CURDIR):$(CURDIR)/python" OMP_NUM_THREADS=1 $(ENGINE_BIN)/python -m pytest --confcutdir=tests/engine tests/engine
 
+# Sums of float32 have another order there. With workers every test has one thread, without them two.
+COMPARED := tests/ops tests/variants tests/integrations
+SSE4 := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
+AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
+test-processors: $(VENV)/built
+	@state=0; for processor in "$(SSE4)" "$(AVX2)" ""; do for workers in auto 0; do \
+	  echo "$$processor, $$workers workers"; \
+	  env OMP_NUM_THREADS=1 $$processor $(BIN)/python -m pytest -n $$workers --dist loadfile $(COMPARED) || state=1; \
+	done; done; exit $$state
+
 # SEED=N repeats the random choices of a run.
 soak: $(VENV)/built
 	PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --nightly tests/nightly
@@ -90,12 +101,12 @@ PARTS ?=
 # A part that fails stops no other; a table comes last. The results are those of one seed, all of them take hours.
 # Benchmarks check that all results agree, without the largest heads. Limits that are not met, some of them for long
 # (docs/performance.md), are listed; `make bench` alone fails for them.
-NIGHTLY := test-all test-floor test-engine soak bench results
+NIGHTLY := test-all test-floor test-engine test-processors soak bench results
 nightly: $(VENV)/built
 	@table=; for part in $(or $(PARTS),$(NIGHTLY)); do \
 	  began=$$(date +%s); state=ok; \
 	  $(MAKE) $$part PARTS= SEEDS=$(or $(SEEDS),0) BENCH='--report-limits -rx -k "not 50304"' || state=failed; \
-	  table="$$table$$(printf '%-12s %-6s %6d s' $$part $$state $$(($$(date +%s) - began)))\n"; \
+	  table="$$table$$(printf '%-15s %-6s %6d s' $$part $$state $$(($$(date +%s) - began)))\n"; \
 	done; printf "\n$$table"; case "$$table" in *" failed "*) exit 1;; esac
 
 lint: $(VENV)/built

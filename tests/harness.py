@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import IMPLEMENTATIONS, Supports, cpu_library, refusal
+from tests.rounding import Moves, numbers_of
 
 # what torch.compile calls with Inductor, all but its code generation, which takes long
 INDUCTOR = "aot_eager_decomp_partition"
@@ -108,11 +109,19 @@ def reach(call: Callable[[Tensor], dict[str, Tensor]], shape: torch.Size, error:
 
 
 def assert_within_budget(
-    got: Tensor, working: Tensor, gold: Tensor, what: str = "result", inherited: float = 0.0, factor: float = 2.0
+    got: Tensor,
+    working: Tensor,
+    gold: Tensor,
+    what: str = "result",
+    inherited: float = 0.0,
+    factor: float = 2.0,
+    moves: Moves | None = None,
 ) -> None:
     """Checks that an error is at most `factor` times that of the reference in its dtype, plus a few ulps.
 
-    Non-finite values must match everywhere. `inherited` is the error that the result may have from that of its inputs.
+    The reference's error may be small by luck. With `moves`, it counts as at least what rounding to float32 at random
+    moves the result `what` of the float64 reference by; float64 has no use for that. Non-finite values must match
+    everywhere. `inherited` is the error that the result may have from that of its inputs.
     """
     got, working, gold = got.detach().cpu(), working.detach().cpu(), gold.detach().cpu().double()
     assert got.shape == gold.shape, f"{what}: shape {list(got.shape)} instead of {list(gold.shape)}"
@@ -123,17 +132,45 @@ def assert_within_budget(
         got[~finite].double(), gold[~finite], rtol=0, atol=0, equal_nan=True, msg=f"{what}: non-finite"
     )
     error = (got.double() - gold)[finite].abs()
-    budget = (working.double() - gold)[finite].abs()
     assert error.isfinite().all(), f"{what}: not finite where the gold is"
     if error.numel() == 0:
         return
-    floor = 4 * torch.finfo(got.dtype).eps * float(gold[finite].abs().max())
-    allowed = factor * float(budget.max()) + floor + inherited
+    budget = float((working.double() - gold)[finite].abs().max())
+    floor = 4 * torch.finfo(got.dtype).eps * float(gold[finite].abs().max()) + inherited
+    if moves is not None and got.dtype != torch.float64 and float(error.max()) > factor * budget + floor:
+        budget = max(budget, moves[what])
+    allowed = factor * budget + floor
     worst = int(error.argmax())
     assert float(error.max()) <= allowed, (
         f"{what}: error {float(error.max()):.3g} at {worst} (got {got[finite].flatten()[worst]:.9g}, gold "
         f"{gold[finite].flatten()[worst]:.9g}), allowed {allowed:.3g}"
     )
+
+
+def assert_close_to_rounding(
+    got: Any,
+    want: Any,
+    call: Callable[[], Any],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Compares two computations in float32, of numbers and tensors in any dicts and tuples.
+
+    Each of them may err by twice what random rounding moves a result by. Besides, four ulps of the
+    largest element are allowed.
+
+    Args:
+        got: results of one computation.
+        want: results of the other one.
+        call: computes `want` again, with torch's own operations.
+        dtype: in which `call` computes: float32, or float64 if `want` is exact.
+    """
+    mine, theirs, moves = numbers_of(got), numbers_of(want), Moves(call, want, dtype)
+    assert mine.keys() == theirs.keys(), f"{[*mine]} instead of {[*theirs]}"
+    for name, value in theirs.items():
+        is_half = value.dtype in (torch.bfloat16, torch.float16)
+        narrow = mine[name].to(value.dtype if is_half else torch.float32)
+        factor = 2.0 if dtype == torch.float64 else 4.0
+        assert_within_budget(narrow, value, value, name, factor=factor, moves=moves)
 
 
 def examples(count: int) -> int:

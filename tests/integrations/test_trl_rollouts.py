@@ -6,6 +6,7 @@ the rows are dealt to micro-batches or processes; a group without an advantage s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 import grpo_kernels as gk
 from grpo_kernels.integrations.trl import counting
+from tests.harness import assert_close_to_rounding
 from tests.integrations import tiny_trl
 from tests.integrations.test_trl_errors import SEGMENTS, SIMILAR
 
@@ -124,11 +126,6 @@ def weights_by_hand(loss_type: str, kept: list[bool]) -> Tensor:
     return weights
 
 
-def assert_close(got: tuple[float, Tensor], want: tuple[float, Tensor]) -> None:
-    assert got[0] == pytest.approx(want[0], rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("flat_groups", ["keep", "leave_out"])
 @pytest.mark.parametrize("loss_type", [*BY_SEQUENCE, "dapo"])
 def test_a_rollout_counts_once_and_flat_groups_where_asked(tmp_path: Path, loss_type: str, flat_groups: str) -> None:
@@ -138,7 +135,7 @@ def test_a_rollout_counts_once_and_flat_groups_where_asked(tmp_path: Path, loss_
     """
     kept = ALL if flat_groups == "keep" else NOT_FLAT
     options: dict[str, Any] = {"changes": {"entropy_coef": 0.5}, "entropy_mean": "batch", "flat_groups": flat_groups}
-    results = []
+    calls = []
     for batches, head, seed in ((4, "logprobs", 0), (8, "logprobs", 1), (4, "fused", 2), (1, "logprobs", 3)):
         trainer, output = generated(tmp_path, loss_type, batches, head=head, **options)
         assert output["advantages"].tolist() == pytest.approx(ADVANTAGES)
@@ -149,35 +146,37 @@ def test_a_rollout_counts_once_and_flat_groups_where_asked(tmp_path: Path, loss_
         else:
             want = torch.where(in_loss, weights_by_hand(loss_type, kept), 0) * batches
             torch.testing.assert_close(output["loss_weights"], want)
-        results.append(accumulated(trainer, output, seed))
-    for other in results[1:]:
-        assert_close(other, results[0])
+        calls.append(functools.partial(accumulated, trainer, output, seed))
+    want = calls[0]()
+    for call in calls[1:]:
+        assert_close_to_rounding(call(), want, calls[0])
     _, entropy, _ = trainer._forward(trainer.model, output, with_entropy=True)
     trainer.entropy_coef = 0.0
     without, _ = accumulated(trainer, output)
-    assert without - results[0][0] == pytest.approx(0.5 * float(entropy.detach()[in_loss].mean()), rel=1e-4)
+    bonus = 0.5 * float(entropy.detach()[in_loss].mean())
+    assert without - want[0] == pytest.approx(bonus, rel=1e-4)
 
 
 def test_a_bonus_of_segments_is_of_completions_with_a_reward(tmp_path: Path) -> None:
-    results = []
+    calls = []
     for mean in ("batch", "micro_batch"):
         options: dict[str, Any] = {"changes": {"entropy_coef": 0.5}, "entropy_mean": mean}
         options["segments"] = gk.SegmentConfig(group_max_size=3)
         trainer, output = generated(tmp_path, "dapo", 1, None, **options)
         assert 0 < output["num_items_in_batch"] < mask().sum()
-        results.append(accumulated(trainer, output))
-    assert_close(*results)
+        calls.append(functools.partial(accumulated, trainer, output))
+    assert_close_to_rounding(calls[0](), calls[1](), calls[1])
 
 
 @pytest.mark.parametrize("loss_type", [*BY_SEQUENCE, "dapo", "bnpo"])
 def test_rollouts_of_one_row_are_those_of_trl(tmp_path: Path, loss_type: str) -> None:
     """The same loss as without ids."""
-    results = []
+    calls = []
     for names in (None, tuple(range(16))):
         trainer, output = generated(tmp_path, loss_type, names=names, rewards=range(16))
         assert output["advantages"].any()
-        results.append(accumulated(trainer, output))
-    assert_close(*results)
+        calls.append(functools.partial(accumulated, trainer, output))
+    assert_close_to_rounding(calls[0](), calls[1](), calls[1])
 
 
 def test_rollouts_of_the_second_of_two_processes() -> None:
@@ -220,7 +219,7 @@ def test_flat_groups_without_rollouts(tmp_path: Path) -> None:
     rows = torch.tensor([0, 1, 2, 3, 12, 13, 14, 15])
     part = {name: value[rows] if value.dim() else value for name, value in output.items()}
     trainer.args.steps_per_generation = 1
-    assert_close(got, accumulated(trainer, part))
+    assert_close_to_rounding(got, accumulated(trainer, part), lambda: accumulated(trainer, part))
     for loss_type in ("grpo", "dapo"):
         flat = generated(tmp_path, loss_type, names=None, rewards=[1.0] * 16, flat_groups="leave_out")
         loss, gradient = accumulated(*flat)

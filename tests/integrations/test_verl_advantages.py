@@ -23,6 +23,7 @@ pytest.importorskip("tensordict")
 from omegaconf import OmegaConf
 
 import grpo_kernels as gk
+from tests.harness import assert_close_to_rounding
 from tests.integrations import tiny_verl
 from tests.integrations.tiny_verl import PAD, WIDTH, computed, data_of
 from tests.ops.group_advantages import test_peers as of_advantages
@@ -124,23 +125,19 @@ def test_gdpo(name: str, weights: list[float] | None) -> None:
 @pytest.mark.parametrize("name", OF_TOKENS)
 def test_estimators_of_tokens(name: str) -> None:
     batch, config = VerlBatch([4, 1, 6], "normal"), AlgoConfig(gamma=0.97, lam=0.9)
-    results = []
-    for is_ours in (True, False):
-        if not is_ours:
-            unpatch_verl()
-        random = torch.Generator().manual_seed(1)
-        columns = {key: torch.randn(batch.mask.shape, generator=random) for key in ("rewards", "values", "sums", "old")}
-        data = tiny_verl.trainer_batch(
-            columns["rewards"] * batch.mask, batch.mask, batch.uids, values=columns["values"]
-        )
+    columns = {key: torch.randn(batch.mask.shape) for key in ("rewards", "values", "sums", "old")}
+
+    def results() -> dict[str, Tensor]:
+        rewards = columns["rewards"] * batch.mask
+        data = tiny_verl.trainer_batch(rewards, batch.mask, batch.uids, values=columns["values"])
         data.batch["old_log_probs"], data.batch["sum_pi_squared"] = -columns["old"].abs(), columns["sums"].sigmoid()
         of = computed(name, data, config, gamma=config.gamma, lam=config.lam)
-        results.append({key: of[key] * batch.mask for key in ("advantages", "returns")})
-    got, wanted = results
+        return {key: of[key] * batch.mask for key in ("advantages", "returns")}
+
+    got, _, wanted = results(), unpatch_verl(), results()
     assert any(not torch.equal(got[key], wanted[key]) for key in got)  # other rounding, so ours was called
-    for key, value in got.items():
-        assert value.dtype == torch.float32
-        torch.testing.assert_close(value, wanted[key], rtol=1e-5, atol=1e-5)
+    assert {value.dtype for value in got.values()} == {torch.float32}
+    assert_close_to_rounding(got, wanted, results)
 
 
 HOLDERS = [
@@ -302,9 +299,12 @@ def test_masked_responses_vote_as_in_verl_where_asked(name: str) -> None:
     own = {"fused_dr_grpo": "grpo"}.get(name, name.removeprefix("fused_"))
     got = of_name(name, REWARDS, LENGTHS, UIDS, **({} if name == "grpo" else {"masked_rows": "vote"}))
     unpatch_verl()
-    by_std = name in ("fused_grpo", "grpo")
-    want = computed(own, data_of(REWARDS, LENGTHS, UIDS), norm_adv_by_std_in_grpo=by_std)["advantages"]
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    by_std = {"norm_adv_by_std_in_grpo": name in ("fused_grpo", "grpo")}
+
+    def theirs() -> Any:
+        return computed(own, data_of(REWARDS, LENGTHS, UIDS), **by_std)["advantages"]
+
+    assert_close_to_rounding(got, theirs(), theirs)
     # a response of no length weighs nothing in opo's baseline
     votes_elsewhere = name in ("fused_opo", "grpo")
     assert votes_elsewhere or not torch.allclose(got, of_name(name, REWARDS, LENGTHS, UIDS), rtol=1e-2)

@@ -23,6 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import grpo_kernels as gk
@@ -30,6 +31,7 @@ from grpo_kernels import registry
 from tests.harness import INDUCTOR, assert_within_budget, cpu_threads, device_of, runnable_backends
 from tests.ops.all_cases import OPS
 from tests.ops.promises import Inputs, Op, Results, assert_same_bits, placed, run
+from tests.rounding import Moves
 from tests.strategies import laid_out
 
 pytestmark = pytest.mark.pairs  # else few of the cases of Triton would run
@@ -45,6 +47,10 @@ def drawn(name: str) -> tuple[Op, Inputs]:
     return OPS[name], OPS[name].draw()
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float64
+
+
 def assert_same(op: Op, results: Results, inputs: Inputs, backend: str) -> None:
     """Compares with the results of these inputs: bit for bit, or within the budget."""
     if op.adds_in_any_order:
@@ -53,28 +59,15 @@ def assert_same(op: Op, results: Results, inputs: Inputs, backend: str) -> None:
         assert_same_bits(results, run(op, inputs, backend, op.working))
 
 
-def off_by_the_last_bit(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    generator = torch.Generator().manual_seed(0)
-
-    def moved(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dtype != torch.float64:
-            return value
-        signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
-        return value * (1 + torch.finfo(dtype).eps * signs)
-
-    return {
-        key: tuple(map(moved, value)) if isinstance(value, tuple) else moved(value) for key, value in inputs.items()
-    }
-
-
 def assert_within_budgets(op: Op, results: Results, inputs: Inputs) -> None:
-    """Compares with float64. A product may be as wrong as if its inputs were off by their last bit, in any order."""
+    """Compares with float64, of the same inputs."""
+    inputs = tree_map(lambda value: value.to(op.working).double() if is_number(value) else value, inputs)
     gold, working = (run(op, inputs, "reference", dtype) for dtype in (torch.float64, op.working))
-    moved = run(op, off_by_the_last_bit(inputs, op.working), "reference", torch.float64) if op.multiplies else gold
+    moves = Moves(lambda: run(op, inputs, "reference", torch.float64), gold)
     for name, result in results.items():
         if result.is_floating_point():  # also float64 sums have terms of the working dtype
-            inherited = float((moved[name] - gold[name]).nan_to_num(0, 0, 0).abs().max()) if result.numel() else 0.0
-            assert_within_budget(result.to(op.working), working[name].to(op.working), gold[name], name, inherited)
+            narrow = result.to(op.working), working[name].to(op.working)
+            assert_within_budget(*narrow, gold[name], name, moves=moves)
         else:
             torch.testing.assert_close(result, working[name], rtol=0, atol=0, msg=lambda text, of=name: f"{of}: {text}")
 

@@ -19,6 +19,7 @@ from grpo_kernels.ops.endpoint_segments.registration import SUPPORTS
 from tests.harness import assert_within_budget
 from tests.ops import promises
 from tests.ops.promises import Inputs, Op, Results, Same
+from tests.rounding import Moves
 
 F64, LONG = torch.float64, np.longdouble
 Numbers = NDArray[np.longdouble]
@@ -266,9 +267,10 @@ def compare(batch: Inputs, config: gk.SegmentConfig, backend: str, dtype: torch.
         results = unpacked(run(inputs, config, backend, dtype), kept)
     else:
         results = run(batch, config, backend, dtype)
+    moves = Moves(lambda: run(batch, config, "reference", F64), gold)
     for name, result in results.items():
         if result.is_floating_point():
-            assert_within_budget(result, working[name], gold[name], name)
+            assert_within_budget(result, working[name], gold[name], name, moves=moves)
         else:
             torch.testing.assert_close(result, gold[name], rtol=0, atol=0, msg=lambda text, of=name: f"{of}: {text}")
     return True

@@ -16,6 +16,7 @@ from tests.harness import assert_within_budget
 from tests.ops.linear_head import heads
 from tests.ops.linear_head.heads import F64, IGNORED, OF_SUPPORT, SUPPORTS, leaves_of
 from tests.ops.promises import Inputs, Op, Results, Same, run
+from tests.rounding import Moves
 
 NAMES = ("logprobs", "entropy")
 
@@ -120,32 +121,17 @@ def defined(inputs: Inputs) -> Results:
     return run(dataclasses.replace(op_of(inputs), call=lambda given, _: by_definition(given)), inputs, "reference", F64)
 
 
-def in_another_order(inputs: Inputs, op: Op, dtype: torch.dtype, order: Tensor) -> Results:
-    """The reference's results where its products add up the width in another order."""
-    wide = ("hidden", "weight", "lora_a")
-    moved = {name: inputs[name][..., order] for name in wide if name in inputs}
-    results = run(op, inputs | moved, "reference", dtype)
-    return {name: value[..., order.argsort()] if name[2:] in wide else value for name, value in results.items()}
-
-
-def assert_as_reference(inputs: Inputs, backend: str, dtype: torch.dtype, *frozen: str, factor: float = 2.0) -> Results:
-    """Compares with the float64 reference.
-
-    A kernel may add a product in another order than the reference does, so that in the working dtype the worst of three
-    orders counts. `factor` is larger for batches that are searched, as in some of them the reference is exact by luck.
-    """
-    inputs, width = heads.rounded(inputs, dtype), inputs["weight"].shape[1]
+def assert_as_reference(inputs: Inputs, backend: str, dtype: torch.dtype, *frozen: str) -> Results:
+    """Compares with the float64 reference."""
+    inputs = heads.rounded(inputs, dtype)
     op = op_of(inputs, *frozen)
-    got, gold = run(op, inputs, backend, dtype), run(op, inputs, "reference", F64)
-    orders = [torch.arange(width), torch.arange(width).flip(0), torch.arange(width).roll(width // 2)]
-    runs = [in_another_order(inputs, op, dtype, order) for order in orders]
+    got, working = (run(op, inputs, name, dtype) for name in (backend, "reference"))
+    gold = run(op, inputs, "reference", F64)
+    moves = Moves(lambda: run(op, inputs, "reference", F64), gold)
     assert got.keys() == gold.keys()
-    for name, value in gold.items():
-        if name == "loss" or value.numel() == 0:
-            continue  # a sum of the others
-        working = max((each[name] for each in runs), key=lambda result, of=value: float((result - of).abs().max()))
-        assert got[name].dtype == working.dtype
-        assert_within_budget(got[name], working, value, name, factor=factor)
+    for name in gold.keys() - {"loss"}:  # a sum of the others
+        assert got[name].dtype == working[name].dtype
+        assert_within_budget(got[name], working[name], gold[name], name, moves=moves)
     return got
 
 

@@ -20,10 +20,10 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels import registry
 from grpo_kernels.ops.linear_head import chunks, sizes
-from tests.harness import device_of, needs_cpu_kernels, runnable_backends
+from tests.harness import assert_close_to_rounding, device_of, needs_cpu_kernels, runnable_backends
 from tests.ops.linear_head import cases, distillation_cases, heads
 from tests.ops.linear_head.heads import BF16, F32, F64, IGNORED, LEAVES, SUPPORTS
-from tests.ops.promises import Inputs, evaluated, placed
+from tests.ops.promises import Inputs, Results, evaluated, placed
 
 BACKENDS = [
     name
@@ -157,13 +157,17 @@ def test_an_adapter_in_float32(backend: str) -> None:
     inputs = batch(BF16, "lora") | {"is_wide": True, "chunk_size": 8}
     inputs = {name: value for name, value in inputs.items() if name not in ("old_logprobs", "advantages")}
     op = cases.op_of(inputs)
-    gold = evaluated(op, placed(op, inputs, F64, lambda value: value), "reference")
+
+    def reference() -> Results:
+        return evaluated(op, placed(op, inputs, F64, lambda value: value), "reference")
+
+    gold = reference()
     given = moved(inputs, backend, BF16)
     for name in ("lora_a", "lora_b"):
         given[name] = inputs[name].to(device_of(backend), F32).requires_grad_()
     got = evaluated(op, given, backend)
-    # float32 sums of products of bfloat16 and float32 numbers: a few roundings of logits of about 10
-    torch.testing.assert_close(got["logprobs"].cpu().double(), gold["logprobs"], rtol=0, atol=1e-5)
+    logprobs = got["logprobs"], gold["logprobs"]
+    assert_close_to_rounding(*logprobs, lambda: reference()["logprobs"], F64)
     for name in LEAVES:
         by, want = got[f"d_{name}"].cpu(), gold[f"d_{name}"]
         assert by.dtype == (F32 if name.startswith("lora") else BF16)

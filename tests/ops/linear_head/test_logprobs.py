@@ -26,6 +26,7 @@ from tests.ops.linear_head import cases, heads
 from tests.ops.linear_head.cases import assert_as_reference, draw
 from tests.ops.linear_head.heads import BACKENDS, BF16, EXACT, F32, F64, KERNELS, LEAVES, NAN, OVER_SUPPORT
 from tests.ops.promises import Inputs, Results, run
+from tests.rounding import Moves
 
 # without shrinking, which takes minutes in Triton's interpreter
 PHASES = (Phase.explicit, Phase.generate)
@@ -82,8 +83,7 @@ def of_dtypes(supports: dict[str, Any]) -> list[tuple[str, torch.dtype]]:
 def check_any(backend: str, dtype: torch.dtype, support: bool) -> None:
     def check(inputs: Inputs, frozen: set[str]) -> None:
         assume(cases.op_of(inputs, *frozen).leaves)
-        # errors of both have one mean square, but of 200 batches each was 8 times as exact as the other in one
-        assert_as_reference(inputs, backend, dtype, *frozen, factor=16.0)
+        assert_as_reference(inputs, backend, dtype, *frozen)
 
     is_fast = backend in EXACT
     batches = cases.batches(*((24, 40) if is_fast else (8, 20)), support=support, is_tiny=False)
@@ -131,13 +131,11 @@ def test_sizes_of_a_support(backend: str, tokens: int, columns: int, width: int)
 @pytest.mark.parametrize("chunk_size", [None, 257])
 @needs_cpu_kernels
 def test_a_vocabulary_of_a_model(chunk_size: int | None) -> None:
-    """In chunks of the default size, of which the last is not whole; log-probs are exact to the fifth digit."""
+    """In chunks of the default size, of which the last is not whole."""
     inputs = draw((300,), "bias", "ignored", columns=1203, width=32) | {"chunk_size": chunk_size}
     inputs["weight"] /= 4
     for dtype in (F32, BF16):
-        got = assert_as_reference(inputs, "cpu", dtype)
-        gold = run(cases.op_of(inputs), heads.rounded(inputs, dtype), "reference", F64)["logprobs"]
-        torch.testing.assert_close(got["logprobs"].double(), gold, rtol=0, atol=1e-5)
+        assert_as_reference(inputs, "cpu", dtype)
 
 
 # Values
@@ -252,7 +250,8 @@ def test_gathered_chunks_and_threads_change_no_bit(dtype: torch.dtype, monkeypat
 def test_the_sums_of_a_gpu_are_those_of_a_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = heads.rounded(cases.drawn("bias", "support", columns=40, width=21), dtype)
     working, gold = (run(cases.op_of(inputs), inputs, "reference", kind) for kind in (dtype, F64))
+    moves = Moves(lambda: run(cases.op_of(inputs), inputs, "reference", F64), gold)
     monkeypatch.setattr(support_reference, "_on_cpu", lambda tensor: False)
     got = run(cases.op_of(inputs), inputs, "reference", dtype)
     for name, value in gold.items():
-        assert_within_budget(got[name], working[name], value, name)
+        assert_within_budget(got[name], working[name], value, name, moves=moves)

@@ -14,6 +14,7 @@ import grpo_kernels as gk
 from grpo_kernels.ops.token_logprobs.registration import SUPPORTS
 from tests.harness import assert_within_budget, device_of, runnable_backends
 from tests.ops.promises import Inputs, Op, Results, Same, run
+from tests.rounding import Moves
 
 F32, F64 = torch.float32, torch.float64
 HALVES = (torch.bfloat16, torch.float16)
@@ -89,19 +90,18 @@ def op_of(**options: Any) -> Op:
     return Op(draw, functools.partial(call, **options), SUPPORTS, ("logits",))
 
 
-def assert_like_reference(
-    inputs: Inputs, backend: str, dtype: torch.dtype, factor: float = 2.0, **options: Any
-) -> Results:
+def assert_like_reference(inputs: Inputs, backend: str, dtype: torch.dtype, **options: Any) -> Results:
     """Values and gradients against float64; in float64 to the rounding of sums in another order."""
     op = op_of(**options)
     got, working = (run(op, inputs, name, dtype) for name in (backend, "reference"))
     gold = run(op, inputs, "reference", F64)
+    moves = Moves(lambda: run(op, inputs, "reference", F64), gold)
     for name in gold.keys() - {"loss"}:
         if dtype == F64:
             torch.testing.assert_close(got[name], gold[name], rtol=1e-13, atol=1e-13)
         else:
             inherited = fused_error(inputs, backend, **options) if name == "d_logits" else 0.0
-            assert_within_budget(got[name], working[name], gold[name], name, inherited, factor)
+            assert_within_budget(got[name], working[name], gold[name], name, inherited, moves=moves)
     wide = torch.promote_types(dtype, F32)
     assert {name: value.dtype for name, value in got.items()} == dict.fromkeys(gold, wide) | {"d_logits": dtype}
     assert not (got["logprobs"] > 0).any() and not ("entropy" in got and (got["entropy"] < 0).any())

@@ -25,8 +25,8 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels.ops.token_logprobs.registration import SUPPORTS
 from tests.emulation.build import ROOT
-from tests.harness import device_of, examples
-from tests.ops.promises import Inputs, run
+from tests.harness import assert_close_to_rounding, device_of, examples
+from tests.ops.promises import Inputs, Results, run
 from tests.ops.token_logprobs import cases
 from tests.ops.token_logprobs.cases import (
     BACKENDS,
@@ -54,12 +54,10 @@ on_dtypes = pytest.mark.parametrize(("backend", "dtype"), DTYPES, ids=str)
 def test_any_rows(backend: str, dtype: torch.dtype) -> None:
     is_fast = backend in FAST
 
-    # Over 3,000 batches in float32 the kernel's error of the gradient is as often above the reference's as below, twice
-    # as large in 25 and never six times; the reference's is twice the kernel's in 84.
     @settings(max_examples=examples(120) if is_fast else examples(18))
     @given(cases.batches(dtype, 300 if is_fast else 60))
     def check(case: tuple[Inputs, dict[str, Any]]) -> None:
-        assert_like_reference(case[0], backend, dtype, 8.0, **case[1])
+        assert_like_reference(case[0], backend, dtype, **case[1])
 
     check()
 
@@ -285,11 +283,15 @@ def test_logits_aligned_differently_from_their_gradient(
     given = {name: value.to(leaf.device) for name, value in inputs.items()} | {"logits": leaf}
     results = cases.call(given, backend)
     (gradient,) = torch.autograd.grad(results["loss"], leaf)
-    for got, name in ((results["logprobs"], "logprobs"), (results["entropy"], "entropy"), (gradient, "d_logits")):
-        # a row's alignment may change the order of its sum
-        torch.testing.assert_close(
-            got.detach().cpu(), expected[name], rtol=8e-3 if got.dtype != F32 else 2e-6, atol=1e-6
-        )
+    # a row's alignment may change the order of its sum
+    found = {"logprobs": results["logprobs"], "entropy": results["entropy"], "d_logits": gradient}
+    op, wanted = cases.op_of(), {name: expected[name] for name in found}
+
+    def reference() -> Results:
+        results = run(op, inputs, "reference", F32)
+        return {name: results[name] for name in found}
+
+    assert_close_to_rounding(found, wanted, reference)
 
 
 TYPES = {"float32": F32, "float64": F64, "float16": torch.float16, "bfloat16": torch.bfloat16}
