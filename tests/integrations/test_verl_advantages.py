@@ -395,8 +395,8 @@ def test_joined_outputs_are_one_row(name: str, carries: bool) -> None:
 
 def test_rejected_responses_do_not_vote() -> None:
     data = data_of([100, 3, 1], [2, 2, 2], ["a"] * 3)
-    data.batch["old_log_probs"] = torch.zeros(3, WIDTH)
-    data.batch["rollout_log_probs"] = torch.tensor([[3.0], [0.0], [0.0]]).expand(3, WIDTH).clone()
+    data.batch["old_log_probs"] = torch.full((3, WIDTH), -4.0)
+    data.batch["rollout_log_probs"] = torch.tensor([[-1.0], [-4.0], [-4.0]]).expand(3, WIDTH).clone()
     config = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0"}
     data, _ = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(data, config)
     assert computed("fused_rloo", data)["advantages"][:, 0].tolist() == [0, 2, -2]

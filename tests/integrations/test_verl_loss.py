@@ -22,6 +22,7 @@ pytest.importorskip("verl")
 pytest.importorskip("tensordict")
 
 import grpo_kernels as gk
+from grpo_kernels import checks
 from tests.harness import examples
 from tests.integrations import tiny_verl
 from tests.ops.policy_loss import peers
@@ -250,7 +251,9 @@ class Waits(torch.utils._python_dispatch.TorchDispatchMode):
 
 @LAYOUTS
 def test_nothing_waits_until_a_metric_is_read(nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_verl_loss, "_expect", lambda holds, message: None)  # synchronizes on the CPU only
+    of_cpus = ((_verl_loss, "_expect"), (checks, "log_probs"), (checks, "no_token_left_out"))
+    for module, name in of_cpus:  # look at values on a CPU alone
+        monkeypatch.setattr(module, name, lambda *_: None)
     batch = actor_batch(torch.float32)
     fields = of_losses.fields_of("vanilla", "token-mean", entropy_coeff=0.01, use_kl_loss=True)
     output = {"log_probs": tiny_verl.model_output(batch["logprobs"], nested)}
