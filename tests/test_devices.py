@@ -68,7 +68,8 @@ def of_teacher(t: Tensors) -> object:
 
 
 def of_sums(t: Tensors) -> object:
-    return of_loss(t, normalizer=t["normalizer"], weight_grad=t["weight_grad"], backend="triton")
+    divisor = {"rows": t["normalizer"]}
+    return of_loss(t, normalizer=divisor, weight_grad=t["weight_grad"], backend="triton")
 
 
 def of_support(t: Tensors) -> object:

@@ -201,7 +201,11 @@ def test_rollouts_of_the_second_of_two_processes() -> None:
         # the mean of c, d and k
         ({"masked_rows": "vote"}, 4, [2 - 103 / 3, 1 - 103 / 3, 2 - 103 / 3, 100 - 103 / 3]),
         # 12 tokens of a, 5 of b
-        ({"advantages": gk.AdvantageConfig("opo")}, 0, [*[5 / 17] * 3, -12 / 17]),
+        (
+            {"advantages": gk.AdvantageConfig("opo"), "changes": {"scale_rewards": "group"}},
+            0,
+            [*[5 / 17] * 3, -12 / 17],
+        ),
     ],
     ids=str,
 )
