@@ -7,7 +7,7 @@
 #   make test-floor        test wheels of every build mode and every Triton kernel with the oldest torch and Triton
 #   make test-floor-quick  run the part of it that CI runs
 #   make test-engine       test the trainer, TRL and verl with vLLM on the CPU; twenty minutes
-#   make test-processors   test ops and integrations as other processors add up, on one and two threads; an hour
+#   make test-processors   run the tests as other processors add up, and on two threads; half an hour
 #   make soak              kill runs, break their surroundings, fuzz the ops, look for leaks; at most an hour and a half
 #   make nightly           run everything slower than .ci/run: test-all, floor, engine, processors, soak, bench, results
 #   make results           measure the results of docs/results again; hours, or SEEDS=0 for those of a seed
@@ -81,15 +81,18 @@ test-floor-quick: $(VENV)/built $(FLOOR)/packages
 test-engine: $(VENV)/built $(ENGINE)/packages
 	PYTHONPATH="$(CURDIR):$(CURDIR)/python" OMP_NUM_THREADS=1 $(ENGINE_BIN)/python -m pytest --confcutdir=tests/engine tests/engine
 
-# Sums of float32 have another order there. With workers every test has one thread, without them two.
-COMPARED := tests/ops tests/variants tests/integrations
+# Sums of float32 have another order there, and on two threads, which tests have without workers.
 SSE4 := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 test-processors: $(VENV)/built
-	@state=0; for processor in "$(SSE4)" "$(AVX2)" ""; do for workers in auto 0; do \
-	  echo "$$processor, $$workers workers"; \
-	  env OMP_NUM_THREADS=1 $$processor $(BIN)/python -m pytest -n $$workers --dist loadfile $(COMPARED) || state=1; \
-	done; done; exit $$state
+	@state=0; for processor in "$(SSE4)" "$(AVX2)"; do \
+	  echo "$$processor"; \
+	  env OMP_NUM_THREADS=1 $$processor $(BIN)/python -m pytest -n auto --dist loadfile \
+	    --ignore tests/test_benchmarks.py tests || state=1; \
+	done; \
+	echo "two threads"; \
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest tests/ops tests/variants tests/integrations || state=1; \
+	exit $$state
 
 # SEED=N repeats the random choices of a run.
 soak: $(VENV)/built
