@@ -176,11 +176,11 @@ def check_policy(
 
 
 def _check_tokens(layout: Layout, policy: Policy) -> None:
-    valid = policy.mask
-    if policy.segments is not None:
-        is_inside = policy.segments >= 0
-        valid = is_inside if valid is None else valid & is_inside
-    if policy.cu_seqlens is not None:
+    if policy.cu_seqlens is not None and checks.is_readable(policy.cu_seqlens):
+        valid = policy.mask
+        if policy.segments is not None:
+            is_inside = policy.segments >= 0
+            valid = is_inside if valid is None else valid & is_inside
         checks.no_token_left_out(layout.op, policy.cu_seqlens, layout.shape[0], valid)
     for name in ("old_logprobs", "ref_logprobs"):
         value = getattr(policy, name)
