@@ -1,6 +1,6 @@
-"""One packed row of 200,000 tokens in float32: sums and means of it, against those of float64.
+"""Rows of thousands of tokens: sums and means of 200,000 in float32, against float64, and counts.
 
-Faults that this is for: a sum over a row that is accumulated in float32. The log ratio of every
+Faults that this is for: a count that overflows; a sum over a row that is accumulated in float32. The log ratio of every
 token is 0.7, which such a sum rounds in the same direction each time, in all by a tenth of a percent.
 """
 
@@ -86,3 +86,18 @@ def test_sums_over_a_long_row(name: str) -> None:
     got, want = (CALLS[name](lp.to(dtype).requires_grad_(), old.to(dtype)) for dtype in (torch.float32, torch.float64))
     for key, value in want.items():
         torch.testing.assert_close(got[key].double(), value.double(), rtol=1e-5, atol=0, equal_nan=True)
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("backend", KERNELS)
+def test_thousands_of_neighbouring_tokens_are_counted(backend: str) -> None:
+    """Kernels count flags in bytes, of which a lane holds at most 255."""
+    device = device_of(backend)
+    lp, mask = -torch.rand(3, 9000, device=device), torch.ones(3, 9000, dtype=torch.bool, device=device)
+    mask[1, 17] = mask[2, 4100:] = False
+    few = mask.clone()
+    few[:, ::3] = False
+    metrics = gk.policy_loss(
+        lp, lp, lp[:, 0], mask=mask, policy_mask=few, config=gk.LossConfig(), backend=backend
+    ).metrics
+    assert metrics["tokens"] == 9000 + 8999 + 4100
