@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -170,6 +170,10 @@ KLS = (None, *of_losses.KL_TYPES, "k1+", "abs+", "mse+", "low_var_kl+", "k3+")
     st.booleans(),
     st.booleans(),
 )
+@example(
+    "token-sum", "", "k1", INFO, 0.3, False, True
+)  # terms that have their own mean, or another one's, on two ranks
+@example("seq-mean-token-mean", "fused_", "low_var_kl", INFO, 0.3, True, True)
 def test_ppo_loss(
     mode: str,
     nested: bool,

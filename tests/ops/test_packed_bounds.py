@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_kernels.groups import packed_bounds
 from tests.harness import runnable_backends
 from tests.ops.all_cases import OPS
-from tests.ops.promises import Inputs, drawn, run
+from tests.ops.promises import Inputs, assert_same_bits, drawn, run
 
 TOKENS = 100
 RULE = "cu_seqlens must ascend from 0 to at most the number of tokens"
@@ -64,6 +64,21 @@ def test_wrong_bounds_are_an_error(name: str, backend: str) -> None:
     for place, value in ((-1, 9000), (0, -9), (2, 0), (0, 1)):
         with pytest.raises(RuntimeError, match=f"^{READERS.get(function, function)}: {RULE}"):
             run(OPS[name], with_bounds(name, place, value), backend, OPS[name].working)
+
+
+@pytest.mark.parametrize(("name", "backend"), [(name, backend) for name, backend in EACH if "linear" not in name])
+def test_tokens_after_the_last_row_count_nowhere_on_a_gpu(name: str, backend: str) -> None:
+    """Where nothing looks at values: on a CPU a mask that has them is an error, so the check is disabled."""
+    op, inputs = OPS[name], drawn(OPS[name], 1)
+    bounds = inputs["cu_seqlens"].clone()
+    bounds[-1] = bounds[-2]
+    rest = torch.arange(len(inputs["mask"])) >= bounds[-1]
+    results = []
+    with mock.patch("grpo_kernels.checks.no_token_left_out"):
+        for flags in (inputs["mask"] & ~rest, inputs["mask"] | rest):
+            results.append(run(op, inputs | {"cu_seqlens": bounds, "mask": flags}, backend, op.working))
+    assert rest.any()
+    assert_same_bits(*results)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
