@@ -170,9 +170,8 @@ KLS = (None, *of_losses.KL_TYPES, "k1+", "abs+", "mse+", "low_var_kl+", "k3+")
     st.booleans(),
     st.booleans(),
 )
-@example(
-    "token-sum", "", "k1", INFO, 0.3, False, True
-)  # terms that have their own mean, or another one's, on two ranks
+# terms that have their own mean, or that of another one, on two ranks
+@example("token-sum", "", "k1", INFO, 0.3, False, True)
 @example("seq-mean-token-mean", "fused_", "low_var_kl", INFO, 0.3, True, True)
 def test_ppo_loss(
     mode: str,
