@@ -6,6 +6,7 @@ statistics of its group; a cluster, cut or threshold that is not that of the op;
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,27 @@ class Noted(FusedGRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         self.__dict__.setdefault("inputs", []).append(inputs)
         return super()._compute_loss(model, inputs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "preset"),
+    [
+        ({}, "trl-group"),
+        ({"scale_rewards": "batch"}, "trl-batch"),
+        ({"scale_rewards": "none"}, "trl-none"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "trl-gdpo"),
+    ],
+    ids=str,
+)
+def test_settings_of_trl_name_a_preset(tmp_path: Path, changes: dict[str, Any], preset: str) -> None:
+    """Each preset is compared with TRL's own statements in tests/ops/group_advantages."""
+    trainer, rewards = made(tmp_path, changes=changes), torch.rand(8, 1) + torch.arange(8)[:, None] // 4
+    rewards = torch.cat([rewards, rewards.flip(0) ** 2], 1)
+    trainer.reward_weights = torch.tensor([1.0, 0.3])
+    output = {"completion_mask": torch.ones(8, 3, dtype=torch.long)}
+    config = dataclasses.replace(gk.AdvantageConfig.of(preset), reward_weights=(1.0, trainer.reward_weights[1].item()))
+    want = gk.group_advantages(rewards, 4, config=config).advantages
+    assert torch.equal(trainer.add_advantages(output, rewards, 4), want)
 
 
 def test_truncated_completions_do_not_vote(tmp_path: Path) -> None:
