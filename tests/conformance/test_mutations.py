@@ -20,7 +20,7 @@ from tests.conformance.plain import Plain
 
 
 class Answer(NamedTuple):
-    """What the adapter returned for a batch: advantages, or the loss and its gradient."""
+    """The adapter's answer for a batch: advantages, or the loss and its gradient."""
 
     batch: Batch
     numbers: tuple[Tensor, ...]

@@ -101,3 +101,4 @@ def test_thousands_of_neighbouring_tokens_are_counted(backend: str) -> None:
         lp, lp, lp[:, 0], mask=mask, policy_mask=few, config=gk.LossConfig(), backend=backend
     ).metrics
     assert metrics["tokens"] == 9000 + 8999 + 4100
+    assert metrics["kept_tokens"] == int(few.sum())

@@ -68,7 +68,7 @@ def test_wrong_bounds_are_an_error(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize(("name", "backend"), [(name, backend) for name, backend in EACH if "linear" not in name])
 def test_tokens_after_the_last_row_count_nowhere_on_a_gpu(name: str, backend: str) -> None:
-    """Where nothing looks at values: on a CPU a mask that has them is an error, so the check is disabled."""
+    """Nothing looks at values there; on a CPU a mask that has them is an error, so the check is disabled."""
     op, inputs = OPS[name], drawn(OPS[name], 1)
     bounds = inputs["cu_seqlens"].clone()
     bounds[-1] = bounds[-2]

@@ -46,7 +46,7 @@ def test_settings_of_algorithms() -> None:
 
 @pytest.mark.parametrize(("name", "low", "high"), [("grpo", 1 / 12, 3 / 12), ("group_ppo", 1 / 5, 2 / 5)])
 def test_clip_fractions_are_of_ratios(name: str, low: float, high: float) -> None:
-    """Of twelve tokens in five segments; a segment has the product of its tokens' ratios."""
+    """Twelve tokens in five segments; a segment has the product of its tokens' ratios."""
     plan = Plan.of(Rl(algorithm=Algorithm(name=name)))
     moved = torch.tensor([[0.3, 0.0, 0.0, 0.1, 0.15, 0.3], [0.3, 0.0, 0.0, 0.0, 0.0, -0.3]])
     segments = torch.tensor([[0, 0, 1, 2, 2, 2], [0, 0, 0, 1, 1, 1]])

@@ -30,7 +30,7 @@ class Stop(Exception):
 
 
 def of_ranks(monkeypatch: pytest.MonkeyPatch, draw: Callable[[], Any]) -> list[Any]:
-    """What each process draws, of which none waits for another."""
+    """The draws of each process, of which none waits for another."""
     drawn = []
     for rank in range(RANKS):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)

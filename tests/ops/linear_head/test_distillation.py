@@ -93,7 +93,7 @@ def test_halves(backend: str, how: str) -> None:
 @every_kind
 @on_kernels
 def test_float32_where_one_is_sure(backend: str, kind: str, tail: str) -> None:
-    """Of ids whose probabilities add up to 1, or nearly so: then little or nothing is known of the rest."""
+    """Takes ids whose probabilities add up to 1, or nearly so: then little or nothing is known of the rest."""
     for sure in ("sure teacher", "sure student"):
         inputs = cases.draw("bias", sure, shape=(2,), columns=10, k=2, kind=kind, tail=tail)
         inputs = heads.rounded(inputs, F32)
