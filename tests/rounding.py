@@ -42,6 +42,11 @@ def either_neighbour(value: Tensor, seed: int) -> Tensor:
     return ((value.view(torch.int64) + choice(value, seed) * beyond) & ~beyond).view(torch.float64)
 
 
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """tree_map, which takes longer than a small operation, for lists alone."""
+    return tree_map(change, value) if isinstance(value, (list, tuple)) else change(value)
+
+
 def name_of(func: Any) -> str:
     """The name of an operation, without the underscore of those that change a tensor."""
     name: str = func._schema.name
@@ -73,7 +78,11 @@ class RandomRounding(TorchDispatchMode):
         if not self.applies_to(func, named):
             return func(*args, **kwargs)
         dtype = torch.float32 if name_of(func) in NARROW else torch.float64
-        wide = tree_map(lambda value: value.to(dtype, copy=True) if self.has_dtype(value) else value, named)
+
+        def widened(value: Any) -> Any:
+            return value.to(dtype, copy=True) if self.has_dtype(value) else value
+
+        wide = {name: mapped(widened, value) for name, value in named.items()}
         size = self.sum_of_terms(func, wide)
         result = func(**wide)
         originals = {}
@@ -84,10 +93,12 @@ class RandomRounding(TorchDispatchMode):
                 originals[id(copy)] = original
                 if original is not copy:
                     original.copy_(self.rounded(copy, size))
-        return tree_map(lambda value: originals.get(id(value), self.rounded(value, size)), result)
+        return mapped(lambda value: originals.get(id(value), self.rounded(value, size)), result)
 
     def applies_to(self, func: Any, named: dict[str, Any]) -> bool:
         if func.namespace != "aten" or func.is_view or torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        if name_of(func) == "set":  # makes a tensor a view, in deepcopy
             return False
         dtypes = {value.dtype for value in tree_leaves(named) if isinstance(value, Tensor)}
         is_other = named.get("dtype") not in (None, self.dtype)
@@ -104,7 +115,7 @@ class RandomRounding(TorchDispatchMode):
         def absolute(value: Any) -> Any:
             return value.abs() if isinstance(value, Tensor) and value.is_floating_point() else value
 
-        result: Tensor = func(**tree_map(absolute, wide))
+        result: Tensor = func(**{name: mapped(absolute, value) for name, value in wide.items()})
         return result
 
     def rounded(self, value: Any, size: Tensor | None) -> Any:

@@ -47,11 +47,13 @@ def drawn(seed: int, has_rollouts: bool, **fields: Any) -> Batch:
     own |= {"advantages": torch.randn(ROWS)[rollouts].tolist()}
     rewards = torch.randn(ROWS)[rollouts].tolist()
     groups = [0, 0, 0, 1, 1, 1]
-    return make(mask.long().tolist(), rewards, groups, rollouts.tolist(), **own | fields)
+    batch = make(mask.long().tolist(), rewards, groups, rollouts.tolist(), **own | fields)
+    return batch.replace(rewards=batch.rewards.double())
 
 
-def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+def assert_same(got: torch.Tensor, want: torch.Tensor, allowed: float = 0.0) -> None:
+    """Both compute in float64."""
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9 + allowed)
 
 
 @on_ours
@@ -104,4 +106,6 @@ def test_losses(
     batch = drawn(seed, has_rollouts, **fields).replace(groups=torch.zeros(ROWS))
     order = torch.randperm(ROWS).tolist()
     parts = [batch] if is_whole else [part(batch, rows, **dealt) for rows in (order[:3], order[3:])]
-    assert_same(Asked(load(name)).loss(*parts), PLAIN.loss(batch))
+    # ours for TRL rounds the weights of terms to float32; ratios are at most exp(0.4)
+    terms = 1.5 * float((batch.advantages.abs()[:, None] * Plain()._shares(batch))[batch.mask].sum())
+    assert_same(Asked(load(name)).loss(*parts), PLAIN.loss(batch), 2**-24 * terms if name == "fused_trl" else 0.0)

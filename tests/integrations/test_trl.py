@@ -5,9 +5,11 @@ Losses of micro-batches, metrics of steps, an evaluation that is larger than a g
 
 from __future__ import annotations
 
+import atexit
 import functools
 import math
-from collections.abc import Callable
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_t
 from grpo_kernels.ops.policy_loss.trl_fields import TRL_LOSS_TYPES
 from tests.harness import quick
 from tests.integrations import tiny_trl
+from tests.rounding import Moves
 
 # Metrics that depend on the wall clock or on Trainer's own counters.
 TIMED = ("runtime", "per_second", "step_time")
@@ -77,14 +80,14 @@ def record(trainer: Any) -> Record:
 
 def assert_same_records(ours: Record, theirs: Record) -> None:
     assert len(ours.losses) == len(theirs.losses) > 0
-    # float32 over several steps, with terms that cancel in the loss
-    assert ours.losses == pytest.approx(theirs.losses, rel=2e-4, abs=2e-5)
+    close = {kind: {"rel": 4 * move, "abs": 4 * move, "nan_ok": True} for kind, move in rounding().items()}
+    assert ours.losses == pytest.approx(theirs.losses, **close["losses"])
     for got, expected in zip(ours.figures, theirs.figures, strict=True):
         assert got.keys() == expected.keys()
         for name, value in expected.items():
-            assert got[name] == pytest.approx(value, rel=2e-4, abs=2e-5, nan_ok=True), name
+            assert got[name] == pytest.approx(value, **close["figures"]), name
     for name, weight in theirs.weights.items():
-        torch.testing.assert_close(ours.weights[name], weight, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(ours.weights[name], weight, rtol=0, atol=4 * rounding()["weights"])
 
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -116,38 +119,51 @@ ROWS: dict[str, dict[str, Any]] = {
 # without --all
 BY_DEFAULT = ("vespo", "sapo", "gspo that clips", "delta", "plain KL", "high entropies", "adaptive entropy", "adapters")
 KINDS = {"theirs": Theirs, "ours": Ours, "fused": functools.partial(Ours, head="fused")}
-Run = Callable[..., Record]
+# With Adam, the rounding of a gradient that is almost 0 would move a weight by a part of the learning rate.
+SGD = {"optim": "sgd", "learning_rate": 0.1}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Trains a kind of trainer with the settings of a row, and evaluates it; each run is made once."""
-    folder = tmp_path_factory.mktemp("runs")
+def train(kind: str, row: str) -> Record:
+    """Trains a kind of trainer with the settings of a row, and evaluates it."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    options = {}
+    if row == "adapters":
+        peft = pytest.importorskip("peft")
+        options = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])}
+    changes = SGD | {"max_steps": 8, "per_device_eval_batch_size": 24} | ROWS[row]
+    torch.manual_seed(0)
+    trainer: Any = tiny_trl.trainer(folder, KINDS[kind], changes, eval_dataset=tiny_trl.prompts(), **options)
+    trainer.losses = []
+    trainer.train()
+    trainer.evaluate()
+    trained = record(trainer)
+    logged = {f"advantage {i}": value for i, value in enumerate(trainer._logs["advantages"])}
+    return trained._replace(figures=[*trained.figures, logged])
 
-    @functools.cache
-    def result(kind: str, row: str) -> Record:
-        options = {}
-        if row == "adapters":
-            peft = pytest.importorskip("peft")
-            options = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])}
-        changes = {"max_steps": 8, "per_device_eval_batch_size": 24} | ROWS[row]
-        torch.manual_seed(0)
-        trainer: Any = tiny_trl.trainer(folder, KINDS[kind], changes, eval_dataset=tiny_trl.prompts(), **options)
-        trainer.losses = []
-        trainer.train()
-        trainer.evaluate()
-        trained = record(trainer)
-        logged = {f"advantage {i}": value for i, value in enumerate(trainer._logs["advantages"])}
-        return trained._replace(figures=[*trained.figures, logged])
 
+trained = functools.cache(train)
+
+
+@functools.cache
+def rounding() -> dict[str, float]:
+    """How far rounding moves losses, figures and weights of TRL's own training, relative to numbers larger than 1.
+
+    Two trainings may be four times as far apart. VESPO's, with exponentials of sums of log-ratios, moves the farthest.
+    """
+    moves = Moves(lambda: train("theirs", "vespo")._asdict(), trained("theirs", "vespo")._asdict(), torch.float32)
+    result = dict.fromkeys(Record._fields, 0.0)
+    for name, value in moves.want.items():
+        kind = name.partition(".")[0]
+        result[kind] = max(result[kind], moves[name] / max(1.0, float(value.nan_to_num().abs().max())))
     return result
 
 
 @pytest.mark.parametrize("kind", ["ours", "fused"])
 @pytest.mark.parametrize("row", quick(ROWS, *BY_DEFAULT))
-def test_training_is_trls(run: Run, row: str, kind: str) -> None:
-    ours = run(kind, row)
-    assert_same_records(ours, run("theirs", row))
+def test_training_is_trls(row: str, kind: str) -> None:
+    ours = trained(kind, row)
+    assert_same_records(ours, trained("theirs", row))
     assert max(abs(loss) for loss in ours.losses) > 1e-3 and math.isfinite(ours.figures[-2]["eval_loss"])
     if row == "adapters":
         assert any("lora" in name and weight.any() for name, weight in ours.weights.items())
@@ -156,18 +172,18 @@ def test_training_is_trls(run: Run, row: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["theirs", "fused"])
-def test_training_with_patched_log_probs(run: Run, kind: str) -> None:
+def test_training_with_patched_log_probs(kind: str) -> None:
     patch_trl()
     try:
-        patched = run.__wrapped__(kind, "dapo")  # type: ignore[attr-defined]
+        patched = train(kind, "dapo")
     finally:
         unpatch_trl()
-    assert_same_records(patched, run("theirs", "dapo"))
+    assert_same_records(patched, trained("theirs", "dapo"))
 
 
 @pytest.mark.parametrize("options", [{"segments": gk.SegmentConfig()}, {"loss": gk.LossConfig(loss="topr")}], ids=str)
 def test_both_heads_train_alike_without_a_peer(tmp_path: Path, options: dict[str, Any]) -> None:
-    changes = {"scale_rewards": "none", "use_bias_correction_kl": False}
+    changes = SGD | {"scale_rewards": "none", "use_bias_correction_kl": False}
     records = []
     for head in ("logprobs", "fused"):
         trainer = tiny_trl.trainer(tmp_path, Ours, changes, head=head, **options)

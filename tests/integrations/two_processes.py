@@ -28,7 +28,7 @@ import grpo_kernels as gk
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
 from tests.communication import Communication
 from tests.integrations import test_trl_rollouts, tiny_models, tiny_trl
-from tests.integrations.test_trl import figures
+from tests.integrations.test_trl import SGD, figures
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -51,7 +51,7 @@ NAMES = ("lm_head.weight", "model.norm.weight", "model.embed_tokens.weight", "mo
 
 
 def logs(kind: type, changes: dict[str, Any], **options: Any) -> list[dict[str, float]]:
-    trainer = tiny_trl.trainer(Path(tempfile.mkdtemp()), kind, changes, **options)
+    trainer = tiny_trl.trainer(Path(tempfile.mkdtemp()), kind, SGD | changes, **options)
     trainer.train()
     return figures(trainer)
 
@@ -124,17 +124,19 @@ def differentiated(kind: str, outputs: str, has_labels: bool) -> dict[str, Any]:
     return {"forward": forward, "backward": communication.take(), "gradients": gradients}
 
 
+def ids_of(rank: int) -> torch.Tensor:
+    return torch.randint(19, (2, 9), generator=torch.Generator().manual_seed(rank))
+
+
 def of_verl(lm: Any, rank: int) -> torch.Tensor:
-    ids = torch.randint(19, (2, 9), generator=torch.Generator().manual_seed(rank))
-    output = lm(input_ids=ids, return_dict=True, temperature=0.8)
+    output = lm(input_ids=ids_of(rank), return_dict=True, temperature=0.8)
     return output.log_probs.sum() + 0.3 * output.entropy.sum()
 
 
-def verls(backend: str, is_sharded: bool = True) -> Any:
+def verls(backend: str) -> Any:
     lm = tiny_models.model("phi")
     monkey_patch.patch_forward_with_backends(lm, use_fused_kernels=True, fused_kernels_backend=backend)
-    if is_sharded:  # as verl does
-        shard(*lm.model.layers, lm.model.embed_tokens, lm.lm_head, lm)
+    shard(*lm.model.layers, lm.model.embed_tokens, lm.lm_head, lm)  # as verl does
     return lm
 
 
