@@ -24,12 +24,14 @@ from tests.trainer import small
 from tests.trainer.small import lines, steps, stop_before, timeless
 
 HERE = "tests.trainer.distributed_cases"
-# 15 responses, 8 and 7 per process, so that a group spans both; uneven micro-batches; several lengths.
+# 15 responses, 8 and 7 per process, so that a group spans both; uneven micro-batches; several lengths. With an epsilon
+# as large as gradients, AdamW does not amplify their rounding where they are almost 0.
 ODD = (
     "rl.rollout={prompts: 3, num_generations: 5, max_completion_length: 12, batch: 10}",
     "rl.micro_batch=4",
     "rl.steps=2",
-    "sft={steps: 2, batch: 15, micro_batch: 6, optimizer: {lr: 0.01}}",
+    "sft={steps: 2, batch: 15, micro_batch: 6, optimizer: {lr: 0.1, eps: 0.1}}",
+    "rl.optimizer={lr: 0.01, eps: 0.1}",
     "model.tiny.layers=2",
     "data.options={demonstrations: 64, train: 24, validation: 3, test: 3, boxes: 0.0}",
     "evaluation.every=0",
@@ -53,8 +55,7 @@ RUNS = {
     "sharded_banned": (*ODD, "model.banned=[0, a, s, '#', Ġman, '=']", SHARDED),
     "sharded_values": (*ODD, SEGMENTS, SHARDED),
     "sharded_critic": (*ODD, CRITIC, SHARDED),
-    # Adam's step shows the rounding of a gradient that is small by cancellation, times the learning rate
-    "sharded_seq2seq": (*ODD, *ONE, "model.tiny.architecture=seq2seq", "sft.optimizer.lr=0.001", SHARDED),
+    "sharded_seq2seq": (*ODD, *ONE, "model.tiny.architecture=seq2seq", SHARDED),
 }
 # Stopped before this step of the RL phase, and resumed with the other number of processes.
 STOP = ("rl", 2)
@@ -106,10 +107,11 @@ def launched(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def assert_same(one: Path, two: Path, rtol: float = 1e-4, atol: float = 2e-5) -> None:
+def assert_same(one: Path, two: Path) -> None:
     """Samples and rewards are equal bit for bit, metrics and weights up to rounding.
 
-    AdamW amplifies rounding where a gradient is almost 0, but stays far below a step of the learning rate, 1e-3.
+    RandomRounding moves the weights of these runs by up to 1.5e-6, ratios by 1e-5 and other metrics by 4e-6. Two runs
+    may be four times as far apart.
     """
     assert [path.read_text() for path in two.parent.glob(f"{two.name}-error-*")] == []
     for a, b in zip(lines(one, "samples"), lines(two, "samples"), strict=True):
@@ -120,7 +122,7 @@ def assert_same(one: Path, two: Path, rtol: float = 1e-4, atol: float = 2e-5) ->
             if isinstance(value, str) or name.startswith(("rewards/", "rollout/", "group_stats/", "eval/")):
                 assert value == b[name], (name, a["phase"], a["step"])
             else:
-                close = None if value is None else pytest.approx(value, rel=rtol, abs=atol)  # None: undefined
+                close = None if value is None else pytest.approx(value, rel=4e-5, abs=2e-5)  # None: undefined
                 assert b[name] == close, (name, a["phase"], a["step"])
     checkpoints = sorted(path.name for path in (one / "checkpoints").iterdir())
     assert checkpoints == sorted(path.name for path in (two / "checkpoints").iterdir())
@@ -128,7 +130,7 @@ def assert_same(one: Path, two: Path, rtol: float = 1e-4, atol: float = 2e-5) ->
         a_weights, b_weights = (saved_weights(folder / "checkpoints" / checkpoint) for folder in (one, two))
         assert a_weights.keys() == b_weights.keys()
         for name, weight in a_weights.items():
-            torch.testing.assert_close(b_weights[name], weight, rtol=rtol, atol=atol)
+            torch.testing.assert_close(b_weights[name], weight, rtol=0, atol=6e-6)
 
 
 def saved_weights(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -162,11 +162,15 @@ def test_measures_by_hand() -> None:
 
 def test_measures_of_a_prompt_do_not_depend_on_other_prompts_or_on_order() -> None:
     prompts = [some_texts(seed, 4, 6) for seed in range(3)]
-    together = measure_prompts(prompts, hashed([text for texts in prompts for text in texts]))
+
+    def measured(*prompts: list[str]) -> dict[str, list[float]]:
+        return measure_prompts(prompts, hashed([text for texts in prompts for text in texts]).double())
+
+    together = measured(*prompts)
     assert set(together) == set(MEASURES)
     for i, texts in enumerate(prompts):
-        alone = {name: values[0] for name, values in measure_prompts([texts[::-1]], hashed(texts[::-1])).items()}
-        assert alone == pytest.approx({name: values[i] for name, values in together.items()}, abs=1e-6)
+        alone = {name: values[0] for name, values in measured(texts[::-1]).items()}
+        assert alone == pytest.approx({name: values[i] for name, values in together.items()}, abs=1e-12)
 
 
 ANSWERS = {"p": ["3 + 4 = 7", "3 + 4 = 7", "so 8 .", "Ann has 7"], "q": ["7", "7", "7", "7"]}

@@ -6,6 +6,7 @@ a missing reference changes; a wrong answer that is worth a right one; a functio
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import time
@@ -37,6 +38,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from tests.harness import assert_close_to_rounding
 
 # Numbers
 
@@ -432,36 +435,36 @@ def logits_of(path: Path, *texts: str, label: int = 0) -> list[float]:
 
 
 def test_scores_are_those_of_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # float32 sums of at most 32 terms of size about 1, in two layers and the head
-    allowed = 2 * 32 * torch.finfo(torch.float32).eps
-    want = logits_of(folder / "plain", *READ)
+    one_by_one = functools.partial(logits_of, folder / "plain", *READ)
+    want = one_by_one()
     assert len({round(value, 3) for value in want}) == 6, "the texts have different scores"
     plain, sizes = model_reward(folder / "plain", template=PLAIN), list[list[int]]()
     note = lambda _, __, inputs: sizes.append([*inputs["input_ids"].shape])  # noqa: E731
     plain._model.register_forward_pre_hook(note, with_kwargs=True)
     for tokens in (16384, 8):
         monkeypatch.setattr(reward_model, "BATCH_TOKENS", tokens)
-        assert plain(PROMPTS, RESPONSES) == pytest.approx(want, abs=allowed * max(1.0, *map(abs, want)), rel=0)
+        assert_close_to_rounding(plain(PROMPTS, RESPONSES), want, one_by_one)
     # lengths: 3 + 1 + words of the response, or 2 + 1 + words; the last text repeats the first
     assert sizes[:5] == [[1, 3], [1, 5], [1, 7], [2, 8], [1, 21]] and sizes[5:] == [[1, n] for n in (3, 5, 7, 8, 8, 21)]
     assert model_reward(folder / "plain", template=PLAIN, dtype="bfloat16")._model.dtype == torch.bfloat16
-    several = logits_of(folder / "several", *READ, label=2)
+    several = functools.partial(logits_of, folder / "several", *READ, label=2)
     for label in ("LABEL_2", 2):
         scores = model_reward(folder / "several", template=PLAIN, label=label)(PROMPTS, RESPONSES)
-        assert scores == pytest.approx(several, abs=1e-4)
+        assert_close_to_rounding(scores, several(), several)
 
 
 def test_the_text_that_is_read(folder: Path) -> None:
     """The last token is the end token, which must be read although models often pad with it."""
     text = "user : what is this <end> assistant : it is a cat"
-    want, unended = logits_of(folder / "chat", f"{text} <end>", text)
-    assert model_reward(folder / "chat")(PROMPTS[:1], RESPONSES[:1]) == pytest.approx([want], abs=1e-5)
-    assert want != pytest.approx(unended, abs=1e-3)
+    read = functools.partial(logits_of, folder / "chat", f"{text} <end>")
+    assert_close_to_rounding(model_reward(folder / "chat")(PROMPTS[:1], RESPONSES[:1]), read(), read)
+    assert read() != pytest.approx(logits_of(folder / "chat", text), abs=1e-3)
     # the turns of a chat keep their roles
     chat = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
-    want, *_ = logits_of(folder / "chat", f"user : user <end> assistant : assistant <end> user : user <end> {TURN}")
+    turns = f"user : user <end> assistant : assistant <end> user : user <end> {TURN}"
+    read = functools.partial(logits_of, folder / "chat", turns)
     loaded = load_reward(Reward(name="reward_model", options={"path": str(folder / "chat")}))
-    assert score([loaded], rollout(["it is"], prompt=chat)).values.tolist() == [[pytest.approx(want, abs=1e-5)]]
+    assert_close_to_rounding(score([loaded], rollout(["it is"], prompt=chat)).values.flatten().tolist(), read(), read)
     plain = model_reward(folder / "plain", template="{prompt} {response}")
     assert plain._tokenizer.decode(plain._ids(chat, "it")) == "user assistant user it"
     # braces are left alone
