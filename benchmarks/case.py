@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -13,6 +15,19 @@ import torch
 Make = Callable[[torch.device, int], Any]
 Call = Callable[[Any], Any]
 DEVICES = ("cpu", "cuda")
+
+_divisor = 1  # of the sizes of the cases
+
+
+def rehearse(divisor: int = 32) -> None:
+    """Divides the sizes of all cases, so that a CPU can rehearse a GPU's. To be called before they are imported."""
+    global _divisor
+    _divisor = divisor
+
+
+def sized(size: int) -> int:
+    """A size of a case; in a rehearsal a smaller one, a multiple of 8."""
+    return size if _divisor == 1 else max(8, size // _divisor // 8 * 8)
 
 
 @dataclass(frozen=True)
@@ -23,8 +38,12 @@ class Floor:
     flops: float = 0
 
     def seconds(self, ceiling: dict[str, float], dtype: str) -> float:
-        """Time of the bytes at the speed of a copy or of the flops at the speed of a product, whichever is longer."""
-        return max(self.bytes / ceiling["copy"], self.flops / ceiling[dtype] if self.flops else 0.0)
+        """Time of the bytes at the speed of a copy or of the flops at the speed of a product, whichever is longer.
+
+        A dtype whose products were not measured counts at the speed of bfloat16's.
+        """
+        speed = ceiling.get(dtype) or ceiling["bfloat16"]
+        return max(self.bytes / ceiling["copy"], self.flops / speed)
 
 
 @dataclass(frozen=True)
@@ -41,10 +60,10 @@ class Provider:
     share: float = 1.0  # of the case's work that the smaller inputs hold
     lacks: Callable[[], str] = lambda: ""  # reason why the installed version cannot run, or ""
 
-    def missing(self, device: torch.device) -> str:
+    def missing(self, device: str) -> str:
         """Reason why the provider cannot run here, or ""."""
-        if device.type not in self.devices:
-            return f"not made for the device {device.type}"
+        if device not in self.devices:
+            return f"not made for the device {device}"
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed"
         return self.lacks()
@@ -132,3 +151,25 @@ class Sweep:
     bars: tuple[Bar, ...] = ()
     fit_from: int = 0  # smallest size in the fit; below it the fixed cost of a call dominates
     batch: int = 2**20  # units per sample, but at least one call
+
+
+def with_variants(case: Case, switch: str) -> Case:
+    """The case with our call as its providers, once with each value of a private switch.
+
+    Args:
+        case: any case.
+        switch: "MODULE.NAME=VALUE,...", a name that the kernels read at every call, and Python literals.
+    """
+    path, _, values = switch.partition("=")
+    module, _, name = path.rpartition(".")
+    owner = importlib.import_module(module)
+
+    def switched(value: Any) -> Call:
+        def call(inputs: Any) -> Any:
+            with mock.patch.object(owner, name, value):
+                return case.ours(inputs)
+
+        return call
+
+    literals = ast.literal_eval(f"[{values}]")
+    return replace(case, providers=tuple(Provider(f"{name}={value!r}", switched(value)) for value in literals), bars=())

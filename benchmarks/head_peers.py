@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.case import Call, Provider, Same
+from benchmarks.case import Call, Provider, Same, sized
 
 
 class Shape(NamedTuple):
@@ -32,14 +32,30 @@ class Shape(NamedTuple):
 
 
 SMALL = Shape(1024, 256, 32000, "a head of 256 with llama-2's vocabulary", "cpu", torch.float32)
-SHAPES = (
-    SMALL,
-    Shape(2048, 512, 50304, "pythia-70m's head", "cpu", torch.float32),
-    Shape(8192, 288, 32000, "stories15m's head", "cuda", torch.bfloat16),
-    Shape(8192, 512, 50304, "pythia-70m's head", "cuda", torch.bfloat16),
-    Shape(8192, 896, 151936, "qwen2.5-0.5b's head", "cuda", torch.bfloat16),
-    Shape(8192, 4096, 128256, "llama-3.1-8b's head", "cuda", torch.bfloat16),
-    Shape(8192, 4096, 151936, "qwen3-8b's head", "cuda", torch.bfloat16),
+ON_CPU = (SMALL, Shape(2048, 512, 50304, "pythia-70m's head", "cpu", torch.float32))
+
+
+def of_model(model: str, hidden: int, vocabulary: int, rows: int = 8192) -> Shape:
+    return Shape(sized(rows), sized(hidden), sized(vocabulary), f"{model}'s head", "cuda", torch.bfloat16)
+
+
+QWEN_8B, QWEN_SMALL = of_model("qwen3-8b", 4096, 151936), of_model("qwen2.5-0.5b", 896, 151936)
+# Every op and every peer is timed on these.
+COMMON = (
+    QWEN_8B,
+    QWEN_SMALL,
+    of_model("llama-3.1-8b", 4096, 128256),
+    of_model("qwen3-1.7b", 2048, 151936),
+    of_model("gpt-oss-20b", 2880, 201088),
+)
+# Ours alone.
+OTHERS = (
+    of_model("qwen3-0.6b", 1024, 151936),
+    of_model("qwen3-4b", 2560, 151936),
+    of_model("qwen3-32b", 5120, 151936),
+    of_model("llama-3.3-70b", 8192, 128256),
+    of_model("qwen3-8b", 4096, 151936, rows=16_384),
+    of_model("qwen3-8b", 4096, 151936, rows=32_768),
 )
 # On a CPU with matrix units for it; others convert to float32.
 HALVES = Shape(512, 1024, 32000, "a head of 1,024 with llama-2's vocabulary", "cpu", torch.bfloat16)
@@ -118,6 +134,12 @@ def liger(i: Inputs) -> tuple[Tensor, ...]:
     return i.gradients(liger_fused_linear_cross_entropy(i.hidden, i.weight, i.targets))
 
 
+def quack(i: Inputs) -> tuple[Tensor, ...]:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return i.gradients(chunked_linear_cross_entropy(i.hidden, i.weight, i.targets))
+
+
 def cut_cross_entropy(i: Inputs) -> tuple[Tensor, ...]:
     from cut_cross_entropy import linear_cross_entropy
 
@@ -139,7 +161,9 @@ _PEERS = (
     Provider("F.linear_cross_entropy, chunked", torch_chunked, lacks=lacks_fused),
     Provider("trl", trl, package="trl"),
     Provider("verl", verl, package="verl"),
+    Provider("torch.compile", torch.compile(naive, dynamic=False), devices=("cuda",)),
     Provider("liger", liger, package="liger_kernel", devices=("cuda",)),
+    Provider("quack", quack, package="quack", devices=("cuda",)),
     Provider("cut-cross-entropy", cut_cross_entropy, package="cut_cross_entropy", devices=("cuda",)),
 )
 

@@ -32,7 +32,59 @@ Result = dict[str, Any]
 SETS = 4  # inputs in rotation on a GPU, so that no call finds its own in the cache
 FLUSHED = 256 * 2**20  # bytes written between cold calls, several times any second-level cache
 MOST_AHEAD = 0.2  # seconds, the longest sleep of the GPU while a call is queued
-PACKAGES = ("torch", "triton", "trl", "verl", "liger-kernel", "cut-cross-entropy", "scikit-learn", "fastcluster")
+PACKAGES = (
+    "torch",
+    "triton",
+    "trl",
+    "verl",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "quack-kernels",
+    "scikit-learn",
+    "fastcluster",
+)
+
+
+class HostClock:
+    """Stands in for torch.cuda in a rehearsal without a GPU, so that the same code runs on times of the host."""
+
+    class Event:
+        def __init__(self, **_: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = time.perf_counter()
+
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: HostClock.Event) -> float:
+            return (end.at - self.at) * 1e3
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *_: 0
+
+
+cuda: Any = torch.cuda
+
+
+def rehearse() -> None:
+    """Takes the paths of a GPU on a CPU from now on, with one sample of each time."""
+    global cuda
+    cuda = HostClock()
+
+
+def is_rehearsal() -> bool:
+    return cuda is not torch.cuda
+
+
+def has_events(device: torch.device) -> bool:
+    """Whether times are taken as on a GPU."""
+    return device.type == "cuda" or is_rehearsal()
+
 
 # The machine
 
@@ -91,13 +143,16 @@ def _output(*command: str) -> str | None:
 
 def ceiling(device: torch.device, copied: int = 64 * 2**20, side: int = 0) -> dict[str, float]:
     """Bytes per second of a copy, both directions counted, and flops per second of a product; the best of seven."""
+    if is_rehearsal():
+        copied, side = 2**16, 256
     large = torch.randn(copied, device=device)
     there = torch.empty_like(large)
     repeats = 1 if device.type == "cpu" else 20  # amortises a GPU's launches and synchronisation
     best = lambda call: min(seconds(call, repeats) for _ in range(7))  # noqa: E731
     result = {"copy": 2 * 4 * large.numel() / best(lambda: there.copy_(large))}
     side = side or (2048 if device.type == "cpu" else 8192)
-    for dtype in (torch.float32, torch.bfloat16):
+    # a GPU's products of float32 would take three seconds, and its cases have bfloat16's
+    for dtype in (torch.bfloat16,) if has_events(device) else (torch.float32, torch.bfloat16):
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         result[str(dtype).removeprefix("torch.")] = 2 * side**3 / best(lambda a=a, b=b: a @ b)
     return result
@@ -119,9 +174,7 @@ def in_turn(call: Call, sets: list[Any]) -> Callable[[], Any]:
 def measure_ours(case: Case, sets: list[Any], device: torch.device, limits: dict[str, float]) -> Result:
     """Times of our call, the floor at the ceiling of the machine, and the peak memory in bytes."""
     result = timing(in_turn(case.ours, sets), _target(case, device))
-    if device.type == "cuda":
-        timer = EventTimer(lambda: case.ours(sets[0]))
-        result |= {"warm_us": timer.warm(20), "cold_us": timer.cold(20), "is_gapless": timer.is_gapless}
+    result |= gpu_numbers(lambda: case.ours(sets[0]), device, result["us"])
     floor = case.floor.seconds(limits, case.dtype) * 1e6
     result |= {"floor_us": floor, "of_ceiling": floor / result.get("cold_us", result["us"])}
     return result | memory_of(case, case.ours, sets[0], device)
@@ -140,25 +193,37 @@ def measure_provider(
         pairs: pairs of times in place of the case's own number; 0 for that number.
         one_thread: compare the shortest processor times on one thread, as for cases that ask for it.
     """
-    if reason := verdict(case, provider, device):
-        return reason
-    ours = in_turn(provider.ours or case.ours, sets)
-    theirs = in_turn(provider.call, sets if provider.few is None else [provider.few(device, 0)])
+    try:
+        if reason := verdict(case, provider, device):
+            return reason
+        return _measured(case, provider, sets, device, pairs, one_thread)
+    except Exception as error:  # a peer that fails costs its row alone
+        return {"raised": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+
+
+def _measured(
+    case: Case, provider: Provider, sets: list[Any], device: torch.device, pairs: int, one_thread: bool
+) -> Result:
+    sets_of_theirs = sets if provider.few is None else [provider.few(device, 0)]
+    ours, theirs = in_turn(provider.ours or case.ours, sets), in_turn(provider.call, sets_of_theirs)
     if case.one_thread or one_thread:
         ratio = least(ours, theirs, pairs or case.pairs)
     else:
-        ratio = paired(ours, theirs, pairs=pairs or case.pairs, target=_target(case, device))
+        most = 1 if is_rehearsal() else 5 if has_events(device) else case.pairs  # times of a GPU vary little
+        pairs = pairs or min(most, case.pairs)
+        ratio = paired(ours, theirs, pairs=pairs, target=_target(case, device))
     share = provider.share
     result: Result = {"us": ratio.theirs / share, "ours_us": ratio.ours, "ratio": ratio.ratio / share}
     result |= {"low": ratio.low / share, "high": ratio.high / share, "agrees": provider.agrees}
-    if provider.agrees and provider.few is None:
-        result |= memory_of(case, provider.call, sets[0], device)
+    if provider.few is None:
+        result |= gpu_numbers(lambda: provider.call(sets[0]), device, result["us"])
+        result |= memory_of(case, provider.call, sets[0], device) if provider.agrees else {}
     return result
 
 
 def verdict(case: Case, provider: Provider, device: torch.device) -> Result:
     """Reason why a provider is not timed, or {}."""
-    if missing := provider.missing(device):
+    if missing := provider.missing("cuda" if has_events(device) else device.type):
         return {"missing": missing}
     if not provider.agrees:
         return {}
@@ -217,6 +282,8 @@ def short(number: float) -> str:
 
 def _target(case: Case, device: torch.device) -> float:
     """Seconds per side of a pair; a single launch is too short to time on a GPU."""
+    if is_rehearsal():
+        return 0.0
     return case.target if device.type == "cpu" else max(case.target, 0.02)
 
 
@@ -233,6 +300,34 @@ def timing(call: Callable[[], Any], target: float, samples: int = 10) -> Result:
 # A GPU's events
 
 
+def gpu_numbers(call: Callable[[], Any], device: torch.device, us: float) -> Result:
+    """Times of a call by events and of the host alone, kernels launched, and the clock; {} on a CPU.
+
+    Args:
+        call: has run before.
+        device: where it runs.
+        us: about the microseconds that it takes.
+    """
+    if not has_events(device):
+        return {}
+    rounds = 1 if is_rehearsal() else max(3, min(20, int(3e5 / us)))
+    timer = EventTimer(call, device)
+    result: Result = {"host_us": statistics.median(_host_seconds(call) * 1e6 for _ in range(rounds))}
+    result |= {"warm_us": timer.warm(rounds), "cold_us": timer.cold(rounds), "is_gapless": timer.is_gapless}
+    with contextlib.suppress(ModuleNotFoundError):  # torch reads the clock through pynvml
+        result["sm_mhz"] = cuda.clock_rate()
+    # the profiler takes seconds for the thousands of launches of a loop over tokens
+    return result | ({"launches": launches(call)} if us < 1e5 else {})
+
+
+def launches(call: Callable[[], Any]) -> int:
+    """Kernels that a call launches, as the profiler counts them."""
+    with torch.profiler.profile() as profile:
+        call()
+        cuda.synchronize()
+    return sum(event.name.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for event in profile.events())
+
+
 class EventTimer:
     """Times a call by CUDA events, with the GPU asleep until the whole call is in its queue.
 
@@ -241,9 +336,8 @@ class EventTimer:
     cannot be queued ahead; `is_gapless` is then False.
     """
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.call, self.is_gapless = call, True
-        call()
+    def __init__(self, call: Callable[[], Any], device: torch.device) -> None:
+        self.call, self.device, self.is_gapless = call, device, True
         self.ahead = min(2 * _host_seconds(call) + 100e-6, MOST_AHEAD)
 
     def warm(self, rounds: int) -> float:
@@ -252,7 +346,10 @@ class EventTimer:
 
     def cold(self, rounds: int) -> float:
         """Median in microseconds, after other memory was written."""
-        flushed, times = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda"), list[float]()
+        flushed, times = (
+            torch.empty(FLUSHED if self.device.type == "cuda" else 1, dtype=torch.uint8, device=self.device),
+            list[float](),
+        )
         for _ in range(rounds):
             flushed.fill_(1)
             times.append(self._sample())
@@ -260,8 +357,8 @@ class EventTimer:
 
     def _sample(self) -> float:
         while True:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(int(self.ahead * _cycles_per_second()))
+            begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
+            cuda._sleep(int(self.ahead * _cycles_per_second()))
             begin.record()
             self.call()
             end.record()
@@ -275,11 +372,11 @@ class EventTimer:
 
 def _host_seconds(call: Callable[[], Any]) -> float:
     """Seconds until the call returns, which may be before the GPU has ended."""
-    torch.cuda.synchronize()
+    cuda.synchronize()
     began = time.perf_counter()
     call()
     taken = time.perf_counter() - began
-    torch.cuda.synchronize()
+    cuda.synchronize()
     return taken
 
 
@@ -287,10 +384,10 @@ def _host_seconds(call: Callable[[], Any]) -> float:
 def _cycles_per_second() -> float:
     """Cycles of torch.cuda._sleep in a second."""
     cycles = 10_000_000
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(cycles)  # the first call loads the kernel, and the clock rises
+    begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
+    cuda._sleep(cycles)  # the first call loads the kernel, and the clock rises
     begin.record()
-    torch.cuda._sleep(cycles)
+    cuda._sleep(cycles)
     end.record()
     end.synchronize()
     return cycles / (float(begin.elapsed_time(end)) * 1e-3)
@@ -305,16 +402,16 @@ def memory_of(case: Case, call: Call, inputs: Any, device: torch.device) -> Resu
     The call has run before, so that one-time allocations do not count.
     """
     peak = peak_memory(lambda: call(inputs), device)
-    return {} if peak is None else {"memory": peak - case.returned(inputs)}
+    return {} if peak is None else {"memory": max(0, peak - case.returned(inputs))}
 
 
 def peak_memory(call: Callable[[], Any], device: torch.device) -> int | None:
     """Peak beyond the memory in use before: as torch counts it on a GPU, else of the process, on Linux alone."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    if has_events(device):
+        cuda.reset_peak_memory_stats()
+        before = cuda.memory_allocated()
         call()
-        return torch.cuda.max_memory_allocated() - before
+        return int(cuda.max_memory_allocated() - before)
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ def by_scikit_learn(embeddings: Tensor, size: int) -> list[Cut]:
     from sklearn.metrics import silhouette_score
 
     cuts = []
-    for x in embeddings.view(-1, size, embeddings.shape[1]).numpy():
+    for x in embeddings.view(-1, size, embeddings.shape[1]).cpu().numpy():
         distances = distances_of(x)
         best = Cut(np.zeros(size, int), -1.0)
         for k in range(2, size):
@@ -59,7 +59,7 @@ def _by_tree(embeddings: Tensor, size: int, linkage: Callable[..., Array]) -> li
     """Builds one tree per prompt, and updates every cut's silhouette from the previous one."""
     cuts = []
     upper = np.triu_indices(size, 1)
-    for x in embeddings.view(-1, size, embeddings.shape[1]).numpy():
+    for x in embeddings.view(-1, size, embeddings.shape[1]).cpu().numpy():
         distances = distances_of(x)
         merges = linkage(distances[upper], method="average")[:, :2].astype(int)
         cuts.append(_best_cut(distances, merges, size))
@@ -99,11 +99,11 @@ def partition(labels: Array | Tensor) -> list[int]:
     return [seen.setdefault(label, len(seen)) for label in labels.tolist()]
 
 
-def mixture(prompts: int, size: int, depth: int, seed: int = 0) -> Tensor:
+def mixture(prompts: int, size: int, depth: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
     """Embeddings around three points per prompt; the cosine within one is about 0.8."""
-    random = torch.Generator().manual_seed(seed)
-    centers = torch.randn(prompts, 3, depth, generator=random)
-    which = torch.randint(3, (prompts, size), generator=random)
-    noise = torch.randn(prompts, size, depth, generator=random)
+    options: Any = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
+    centers = torch.randn(prompts, 3, depth, **options)
+    which = torch.randint(3, (prompts, size), **options)
+    noise = torch.randn(prompts, size, depth, **options)
     points = centers.gather(1, which[:, :, None].expand(-1, -1, depth)) + 0.5 * noise
     return points.view(-1, depth)

@@ -21,36 +21,56 @@ WIDTH = 100  # columns of the document
 
 def case_rows(result: Result) -> list[str]:
     """A row for each case, with all peers in one cell; times on a GPU are by its events."""
-    is_gpu = result["device"] == "cuda"
-    times = ["cold", "warm", "speed"] if is_gpu else ["time"]
+    is_gpu = any("cold_us" in case["ours"] for case in result["cases"])
+    times = ["cold", "warm", "wall (host)", "launches", "speed"] if is_gpu else ["time"]
     head = ["case", *times, "floor", "MiB", "peers"]
     rows = [head, ["---"] * len(head)]
     for case in result["cases"]:
         ours = case["ours"]
         dtype = "" if case["dtype"] == "float32" or case["dtype"] in case["name"] else f", {case['dtype']}"
         cells = gpu_times(case) if is_gpu else [time(ours["us"])]
-        peers = [peer(who, numbers, case["bars"]) for who, numbers in case["providers"].items()]
+        peers = [
+            peer(who, numbers, case["bars"], origin(result, numbers)) for who, numbers in case["providers"].items()
+        ]
         own = [missed(bar) for bar in case["bars"] if bar["of"] not in case["providers"]]
         compared = "<br>".join(filter(None, [*peers, *own]))
         cells += [f"{ours['of_ceiling']:.0%}", mebibytes(ours), compared]
-        rows.append([f"`{case['op']}`, {case['name']}{dtype}", *cells])
+        rows.append([f"`{case['op']}`, {case['name']}{dtype}{origin(result, ours)}", *cells])
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
+def origin(result: Result, row: Result) -> str:
+    """What sets a row apart from those of the newest run: its commit, or the machine."""
+    newest, run = result["runs"][-1], result["runs"][row["run"]]
+    if run is newest:
+        return ""
+    commit = run["machine"]["commit"] or "unknown"
+    is_same = commit == newest["machine"]["commit"]
+    return " (another machine)" if is_same else f" (commit {commit[:7]})"
+
+
 def gpu_times(case: Result) -> list[str]:
-    """Times with cold and with warm caches, and the speed with cold ones."""
+    """Times with cold and with warm caches, with and of the host, the kernels, and the speed with cold caches."""
     ours, floor = case["ours"], case["floor"]
     warm = time(ours["warm_us"]) + ("" if ours["is_gapless"] else " with the host's gaps")
+    wall = time(ours["us"]) + (f" ({time(ours['host_us'])})" if "host_us" in ours else "")
     rate, unit = (floor["flops"] / 1e6, "Tflop/s") if floor["flops"] else (floor["bytes"] / 1e3, "GB/s")
-    return [time(ours["cold_us"]), warm, f"{rate / ours['cold_us']:.3g} {unit}"]
+    launches = str(ours.get("launches", ""))
+    return [time(ours["cold_us"]), warm, wall, launches, f"{rate / ours['cold_us']:.3g} {unit}"]
 
 
-def peer(who: str, numbers: Result, bars: list[Result]) -> str:
-    """A ratio, its range, the memory and the limits not met; why there is no ratio; "" for one of another device."""
+def peer(who: str, numbers: Result, bars: list[Result], where: str = "") -> str:
+    """A ratio with its range, on a GPU the time by events and the kernels, the memory and the limits not met.
+
+    Or why there is no ratio; "" for a peer of another device.
+    """
     if "ratio" not in numbers:
-        reason = numbers.get("missing", numbers.get("refused", ""))
-        return "" if reason.startswith("not made for") else f"{who}: {reason}"
-    figures = [f"{who} {short(numbers['ratio'])} ({short(numbers['low'])} to {short(numbers['high'])})"]
+        reason = numbers.get("missing") or numbers.get("refused") or numbers["raised"]
+        return "" if reason.startswith("not made for") else f"{who}: {reason}{where}"
+    figures = [f"{who} {short(numbers['ratio'])} ({short(numbers['low'])} to {short(numbers['high'])}){where}"]
+    figures += [
+        f"cold {time(numbers['cold_us'])}, {numbers.get('launches', 'many')} launches" if "cold_us" in numbers else ""
+    ]
     figures += [f"{mebibytes(numbers)} MiB" if "memory" in numbers else ""]
     return ", ".join(filter(None, [*figures, *(missed(bar) for bar in bars if bar["of"] == who)]))
 
@@ -76,10 +96,11 @@ def missed(bar: Result) -> str:
 def sweep_rows(result: Result) -> list[str]:
     lines = ["| op | from | to | exponent | floors at the largest |", "|---|---|---|---|---|"]
     for sweep in result["sweeps"]:
+        name = f"`{sweep['op']}`, {sweep['name']}{origin(result, sweep)}"
         first, last = sweep["points"][0], sweep["points"][-1]
         floors = ", ".join(filter(None, [f"{last['us'] / last['floor_us']:.1f}", *map(missed, sweep["bars"])]))
         lines.append(
-            f"| `{sweep['op']}`, {sweep['name']} | {first['size']:,} {sweep['unit']}, {time(first['us'])} | "
+            f"| {name} | {first['size']:,} {sweep['unit']}, {time(first['us'])} | "
             f"{last['size']:,}, {time(last['us'])} | {sweep['exponent']:.2f} | {floors} |"
         )
     return lines
@@ -91,12 +112,17 @@ def time(us: float) -> str:
 
 
 def machine_line(result: Result) -> str:
-    m, limits = result["machine"], result["ceiling"]
+    """The machine, the commit and the ceiling of the newest run."""
+    newest = result["runs"][-1]
+    m, limits = newest["machine"], newest["ceiling"]
     packages = ", ".join(f"{name} {version}" for name, version in m["packages"].items() if version)
     speeds = ", ".join(f"{value / 1e9:,.0f} Gflop/s in {name}" for name, value in limits.items() if name != "copy")
-    where = f"{m['gpu']}, driver {m['driver']}" if result["device"] == "cuda" else m["cpu"]
+    where = f"{m['gpu']}, driver {m['driver']}" if newest["device"] == "cuda" else m["cpu"]
+    clocks = [case["ours"]["sm_mhz"] for case in result["cases"] if case["ours"].get("sm_mhz")]
+    where += f", multiprocessors at {min(clocks)} to {max(clocks)} MHz" if clocks else ""
     line = (
-        f"{where}, {m['cores']} cores, threads: {m['threads']}; grpo-kernels {m['grpo_kernels']}, {packages}. "
+        f"{where}, {m['cores']} cores, threads: {m['threads']}; grpo-kernels {m['grpo_kernels']} "
+        f"(commit {str(m['commit'])[:7]}), {packages}. "
         f"Ceiling of the same run: a copy moves {limits['copy'] / 1e9:.1f} GB/s; bare products do {speeds}."
     )
     return textwrap.fill(line, WIDTH, break_long_words=False, break_on_hyphens=False)
@@ -128,7 +154,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--into", type=Path, help="the document; default: print the tables")
     options = parser.parse_args(arguments)
     results = [json.loads(path.read_text()) for path in options.results]
-    devices = {result["device"] for result in results}
+    devices = {run["device"] for result in results for run in result["runs"]}
     if len(devices) != 1:
         raise SystemExit(f"tables: results must be of one device, got {', '.join(sorted(devices))}")
     if options.into is None:

@@ -11,47 +11,65 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import measure
-from benchmarks.case import Case, Sweep
+from benchmarks.case import Case, Sweep, with_variants
 from benchmarks.cases import cases, sweeps
-from benchmarks.conftest import Suite
+from benchmarks.conftest import SUITE, Suite
 from benchmarks.paired import repeats_for, seconds
+from tests.harness import device_error
 
-ROWS = [
-    pytest.param(case, who, id=f"{case.op}: {case.name}, {who}")
-    for case in cases(device="cuda" if torch.cuda.is_available() else "cpu")
-    for who in ("ours", *(provider.name for provider in case.providers))
-]
 ROUNDS, TARGET = 5, 0.02  # seconds of a round, but at least one call
 
 
-@pytest.mark.parametrize(("case", "who"), ROWS)
-def test_case(benchmark: Any, suite: Suite, case: Case, who: str, request: pytest.FixtureRequest) -> None:
-    benchmark.group = f"{case.op}: {case.name}"
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Rows of ours and of each provider, as the options ask for."""
+    if "case" not in metafunc.fixturenames:
+        return
+    kind, variants = metafunc.config.stash[SUITE].kind, metafunc.config.getoption("--variants")
+    chosen = cases(device=kind)
+    if variants:
+        chosen = [with_variants(case, variants) for case in chosen]
+    is_quick = metafunc.function is test_a_steady_ratio_is_near_the_baseline
+    rows = [
+        pytest.param(case, who, id=f"{case.op}: {case.name}, {who}")
+        for case in chosen
+        for who in (case.quick if is_quick else ("ours", *(provider.name for provider in case.providers)))
+    ]
+    metafunc.parametrize(("case", "who"), rows)
+
+
+def test_case(suite: Suite, case: Case, who: str, request: pytest.FixtureRequest) -> None:
+    if reason := suite.passes_over(case, who):
+        pytest.skip(reason)
     row = suite.measure(case, who)
-    if "missing" in row:
-        pytest.skip(row["missing"])
+    if "raised" in row and (error := device_error()):
+        pytest.exit(f"{case.op}: {case.name}, {who} broke the GPU: {error}", returncode=1)
+    if reason := row.get("missing") or row.get("raised"):
+        pytest.skip(reason)
     assert "refused" not in row, row["refused"]
-    benchmark.extra_info.update({name: value for name, value in row.items() if name != "bars"})
-    time(benchmark, suite, in_case(suite, case, who))
+    if suite.kind == "cpu":
+        benchmark = grouped(request, f"{case.op}: {case.name}")
+        benchmark.extra_info.update({name: value for name, value in row.items() if name != "bars"})
+        time(benchmark, in_case(suite, case, who))
     assert_met(row, request.config.getoption("--report-limits"))
 
 
 @pytest.mark.parametrize("sweep", sweeps(), ids=lambda sweep: f"{sweep.op}: {sweep.name}, scaling")
-def test_scaling(benchmark: Any, suite: Suite, sweep: Sweep, request: pytest.FixtureRequest) -> None:
+def test_scaling(suite: Suite, sweep: Sweep, request: pytest.FixtureRequest) -> None:
     """The time at the largest size; growth over all of them is judged by bars."""
-    benchmark.group = f"{sweep.op}: {sweep.name}, scaling"
+    if reason := suite.passes_over(sweep):
+        pytest.skip(reason)
     result = suite.scale(sweep)
-    benchmark.extra_info["exponent"] = result["exponent"]
-    inputs = sweep.inputs(suite.device, sweep.sizes[-1])
-    time(benchmark, suite, lambda: sweep.ours(inputs))
+    if suite.kind == "cpu":
+        benchmark = grouped(request, f"{sweep.op}: {sweep.name}, scaling")
+        inputs = sweep.inputs(suite.device, sweep.sizes[-1])
+        benchmark.extra_info["exponent"] = result["exponent"]
+        time(benchmark, lambda: sweep.ours(inputs))
     assert_met(result, request.config.getoption("--report-limits"))
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("case", "who"), [row for row in ROWS if row.values[1] in row.values[0].quick])
 def test_a_steady_ratio_is_near_the_baseline(suite: Suite, case: Case, who: str) -> None:
     ratio, least = suite.compare_with_baseline(case, who)
     assert ratio >= least, f"{who} takes {ratio:.2f} times our time; the baseline allows {least:.2f}"
@@ -66,11 +84,17 @@ def in_case(suite: Suite, case: Case, who: str) -> Callable[[], Any]:
     return measure.in_turn(provider.call, sets)
 
 
-def time(benchmark: Any, suite: Suite, call: Callable[[], Any]) -> None:
-    """Rounds of calls for pytest-benchmark's table; on a GPU each call waits for the device."""
-    wait = torch.cuda.synchronize if suite.device.type == "cuda" else (lambda: None)
+def grouped(request: pytest.FixtureRequest, group: str) -> Any:
+    """pytest-benchmark, for a table of its own; a GPU's minutes are too dear to time everything twice."""
+    benchmark = request.getfixturevalue("benchmark")
+    benchmark.group = group
+    return benchmark
+
+
+def time(benchmark: Any, call: Callable[[], Any]) -> None:
+    """Rounds of calls for pytest-benchmark's table."""
     iterations, rounds = repeats_for(call, TARGET), max(1, min(ROUNDS, int(1 / seconds(call, 1))))
-    benchmark.pedantic(lambda: (call(), wait()), rounds=rounds, iterations=iterations)
+    benchmark.pedantic(call, rounds=rounds, iterations=iterations)
 
 
 def assert_met(result: dict[str, Any], is_reported: bool = False) -> None:

@@ -40,14 +40,14 @@ def trl_grpo(
         scale_rewards=scale_rewards,
     )
     block = _statements("trl.trainer.grpo_trainer", "GRPOTrainer", "unscorable_mask")
-    return block(trainer, rewards_per_func=rewards_per_func, num_generations=group_size, device="cpu")
+    return block(trainer, rewards_per_func=rewards_per_func, num_generations=group_size, device=rewards_per_func.device)
 
 
 def trl_rloo(rewards: Tensor, group_size: int, *, normalize: bool = False) -> Tensor:
     """TRL's RLOO advantages for rewards summed over functions."""
     trainer = types.SimpleNamespace(normalize_advantages=normalize)
     block = _statements("trl.trainer.rloo_trainer", "RLOOTrainer", "grouped_rewards")
-    return block(trainer, rewards=rewards, num_generations=group_size, device="cpu")
+    return block(trainer, rewards=rewards, num_generations=group_size, device=rewards.device)
 
 
 @functools.cache

@@ -93,8 +93,8 @@ class PolicyLoss:
             self.compute = _module("trl.experimental.gmpo.gmpo_trainer").GMPOTrainer._compute_loss
         else:
             self.compute = _module("trl.trainer.grpo_trainer").GRPOTrainer._compute_loss
-        ids = torch.zeros(mask.shape, dtype=torch.long)
-        prompt = torch.ones(len(mask), 1, dtype=torch.long)
+        ids = torch.zeros(mask.shape, dtype=torch.long, device=mask.device)
+        prompt = torch.ones(len(mask), 1, dtype=torch.long, device=mask.device)
         batch = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": ids, "completion_mask": mask.long()}
         self.batch = batch | {"num_items_in_batch": mask.sum()} | inputs
         self.entropy, self.trainer = entropy, _Trainer(None, entropy, options)

@@ -1,7 +1,8 @@
 """The benchmarks: which peers are timed, what a bar says, what is stored. No test here depends on speed.
 
 Faults in view: a peer that is timed though its results differ; a bar that is lost, relaxed or judged on the wrong side;
-a ratio of unequal work; a slow kernel that another load hides, or a load that looks like one.
+a ratio of unequal work; a slow kernel that another load hides, or a load that looks like one; minutes of a GPU that a
+mistyped peer ends, whose results a kill loses, or that measure known rows; a row that passes for another commit's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from matplotlib.axes import Axes
 
 import grpo_kernels as gk
 from benchmarks import conftest, measure, plot, tables
-from benchmarks.case import Bar, Case, Floor, Provider, Same, Sweep
+from benchmarks.case import Bar, Case, Floor, Provider, Same, Sweep, with_variants
 from benchmarks.cases import OPS, cases, sweeps
 from benchmarks.conftest import Suite
 from benchmarks.paired import Ratio, least
@@ -29,7 +30,7 @@ from benchmarks.test_cases import assert_met
 from tests.test_layout import OPS as PACKAGE_OPS
 
 CPU = torch.device("cpu")
-LIMITS = {"copy": 1e10, "float32": 1e11}
+LIMITS = {"copy": 1e10, "float32": 1e11, "bfloat16": 1e12}
 ROOT = Path(__file__).parent.parent
 
 
@@ -50,10 +51,13 @@ def small_case(**changes: Any) -> Case:
     return dataclasses.replace(case, **changes)
 
 
-def suite_of(path: Path | None = None) -> Suite:
-    suite = Suite(path)
-    suite.limits = LIMITS
-    return suite
+@pytest.fixture(autouse=True)
+def known_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "ceiling", lambda _: LIMITS)
+
+
+def suite_of(path: Path | None = None, **options: Any) -> Suite:
+    return Suite(path, **options)
 
 
 # Cases and bars
@@ -105,8 +109,9 @@ def test_rows_of_a_case_are_measured_judged_and_stored(tmp_path: Path) -> None:
     assert ours["bars"] == [] and [bar["held"] for bar in mean["bars"] + twice["bars"]] == [True, True]
     assert twice["bars"][0]["value"] == pytest.approx(1 / twice["ratio"]) and "memory" not in twice
     stored = json.loads((tmp_path / "a.json").read_text())
-    assert stored.keys() == {"machine", "device", "ceiling", "cases", "sweeps"}
+    assert stored.keys() == {"runs", "cases", "sweeps"} and stored["runs"][0]["ceiling"] == LIMITS
     (entry,) = stored["cases"]
+    assert [entry["ours"]["run"], entry["providers"]["mean"]["run"]] == [0, 0]
     assert entry["providers"]["mean"]["ratio"] == mean["ratio"] and len(entry["bars"]) == 2
     shown = list(suite.lines())
     assert shown[0] == "sum, of ten" and "GB/s" in shown[1] and f"{mean['ratio']:.2f}x ours" in shown[2]
@@ -248,15 +253,132 @@ def test_the_machine_is_described_without_names() -> None:
         assert secret == "/" or secret not in text
 
 
+# Several runs, and a GPU
+
+
+def test_a_run_of_the_same_commit_and_machine_measures_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, path = small_case(), tmp_path / "a.json"
+    suite_of(path).measure(case, "mean")
+    second = suite_of(path, resumes=True)
+    passed = [second.passes_over(case, who) for who in ("ours", "mean", "twice")]
+    assert passed == ["measured before", "measured before", ""] and len(second.runs) == 1
+    assert suite_of(path).passes_over(case, "mean") == ""  # without resumes
+    machine = measure.machine()
+    monkeypatch.setattr(measure, "machine", lambda: machine | {"commit": "another"})
+    third = suite_of(path, resumes=True)
+    assert third.passes_over(case, "mean") == ""
+    third.measure(case, "twice")
+    stored = json.loads(path.read_text())
+    assert [run["machine"]["commit"] for run in stored["runs"]] == [machine["commit"], "another"]
+    (entry,) = stored["cases"]
+    runs = {name: row["run"] for name, row in ({"ours": entry["ours"]} | entry["providers"]).items()}
+    assert runs == {"ours": 1, "mean": 0, "twice": 1}
+    assert sorted(bar["of"] for bar in entry["bars"]) == ["mean", "twice"]
+    third.measure(case, "mean")
+    assert [sum(bar["of"] == who for bar in third.cases["sum", "of ten"]["bars"]) for who in ("mean", "twice")] == [
+        1,
+        1,
+    ]
+
+
+def test_a_kill_loses_the_row_that_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, path = small_case(), tmp_path / "a.json"
+    suite = suite_of(path)
+    suite.measure(case, "ours")
+
+    def killed(self: Path, text: str) -> int:
+        with self.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "write_text", killed)
+        suite.measure(case, "mean")
+    again = suite_of(path, resumes=True)
+    assert [again.passes_over(case, who) for who in ("ours", "mean")] == ["measured before", ""]
+
+
+def test_rows_after_the_time_are_left() -> None:
+    suite = suite_of(seconds=-1)
+    sweep = Sweep("sum", "all", "numbers", (10, 100), lambda _, n: torch.ones(n), torch.sum, Floor(bytes=4))
+    assert {suite.passes_over(small_case(), "mean"), suite.passes_over(sweep)} == {"left, as the time is up"}
+    assert suite.left == 2
+
+
+def test_a_peer_that_raises_is_a_row_with_its_reason(tmp_path: Path) -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise ModuleNotFoundError("No module named\n'cutlass'")
+
+    suite = suite_of(tmp_path / "a.json")
+    providers = Provider("broken", broken), Provider("unequal", broken, agrees=False)
+    case = small_case(providers=providers, bars=(Bar("ratio at least", 1, "broken"),))
+    for who in ("broken", "unequal"):
+        assert suite.measure(case, who)["raised"] == "ModuleNotFoundError: No module named 'cutlass'"
+    (entry,) = json.loads((tmp_path / "a.json").read_text())["cases"]
+    assert entry["providers"]["broken"]["raised"] and entry["bars"][0]["held"] is None
+    assert "No module named 'cutlass'" in list(suite.lines())[2]
+
+
+def test_a_gpu_has_the_times_of_the_host_and_the_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "cuda", measure.HostClock())
+    suite, case = suite_of(), small_case()
+    ours, mean = suite.measure(case, "ours"), suite.measure(case, "mean")
+    wanted = {"us", "host_us", "warm_us", "cold_us", "is_gapless", "sm_mhz", "launches", "memory"}
+    assert wanted | {"floor_us", "of_ceiling"} <= ours.keys() and wanted | {"ratio"} <= mean.keys()
+    assert suite.kind == "cuda" and suite.runs[0]["device"] == "rehearsal"
+
+
+def test_a_gpu_multiplies_no_float32_for_the_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(measure, "cuda", measure.HostClock())
+    assert measure.ceiling(CPU, 2**10, 8).keys() == {"copy", "bfloat16"}
+    assert Floor(flops=4.0).seconds({"copy": 1.0, "bfloat16": 2.0}, "float32") == 2
+
+
+def test_a_private_switch_is_a_row_for_each_of_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conftest, "KEPT", 1.0)
+    seen: list[float] = []
+    case = small_case(ours=lambda x: (seen.append(conftest.KEPT), x.sum())[1])
+    switched = with_variants(case, "benchmarks.conftest.KEPT=0.5,2")
+    assert [provider.name for provider in switched.providers] == ["KEPT=0.5", "KEPT=2"] and not switched.bars
+    for provider in switched.providers:
+        provider.call(torch.ones(1))
+    assert seen == [0.5, 2] and conftest.KEPT == 1.0
+    assert "raised" in suite_of().measure(with_variants(case, "benchmarks.conftest.KEEPT=1"), "KEEPT=1")
+
+
 # The command
 
 
-def test_pytest_benchmarks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "benchmarks", "-p", "no:cacheprovider", "--op", "policy_loss"]
-    command += ["-k", "16 and not many", "--save", str(tmp_path / "a.json")]
+def benchmarks(*options: str) -> str:
+    command = [sys.executable, "-m", "pytest", "benchmarks", "-p", "no:cacheprovider", *options]
     # with the name of a worker of xdist in its environment, pytest-benchmark shows nothing
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment).stdout
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment).stdout
+
+
+def test_a_rehearsal_of_a_gpu(tmp_path: Path) -> None:
+    """Ours come first on a GPU; a second command measures what the first one left, while there is time."""
+    assert sorted([None, "torch.compile", "trl", "ours"], key=conftest.turn) == ["ours", "trl", "torch.compile", None]
+    file = tmp_path / "a.json"
+    options = ["--device", "cpu", "--save", str(file), "--op", "group_advantages", "--report-limits"]
+    out = benchmarks(*options, "-vv", "-k", "(groups or step) and (ours or mean) and not scaling")
+    rows = [
+        line.partition("[")[2] for line in out.splitlines() if line.startswith("benchmarks/test_cases.py::test_case[")
+    ]
+    assert len(rows) == 3 and ["ours]" in row for row in rows] == [True, True, False], out
+    first = json.loads(file.read_text())
+    assert [run["device"] for run in first["runs"]] == ["rehearsal"] and len(first["cases"]) == 2
+    assert "cold_us" in first["cases"][0]["ours"] and [*first["cases"][0]["providers"]] == ["torch, mean and std"]
+    out = benchmarks(*options, "--resume", "--seconds", "0", "-rs", "-k", "8 and (ours or mean or trl) and not scaling")
+    assert "measured before" in out and "left, as the time is up" in out and "1 rows are left" in out
+    assert json.loads(file.read_text()) == first
+
+
+def test_pytest_benchmarks(tmp_path: Path) -> None:
+    out = benchmarks("--op", "policy_loss", "-k", "16 and not many", "--save", str(tmp_path / "a.json"))
     assert "3 passed" in out and "benchmark 'policy_loss: one token in 16, packed': 3 tests" in out
     assert "policy_loss, one token in 16, packed\n  ours" in out and "GB/s" in out and "x ours (" in out
     (case,) = json.loads((tmp_path / "a.json").read_text())["cases"]
@@ -273,14 +395,14 @@ def test_without_kernels_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> No
 # Tables and pictures
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def results() -> list[dict[str, Any]]:
     points = [{"size": 10**e, "us": 2.0 * 10**e + 5, "floor_us": 10.0**e} for e in range(5)]
     sweep = {"op": "sum", "name": "all", "unit": "numbers", "points": points, "exponent": 1.0, "bars": []}
     of_case, of_sweep = suite_of(), suite_of()
     for who in ("ours", "mean", "twice"):
         of_case.measure(small_case(), who)
-    of_sweep.sweeps.append(sweep)
+    of_sweep.sweeps["sum", "all"] = sweep | {"run": of_sweep.run}
     return [of_case.document(), of_sweep.document()]
 
 
@@ -302,7 +424,8 @@ def test_a_case_is_a_row_with_its_peers_and_the_limits_that_are_not_met() -> Non
     def bar(kind: str, of: str, value: float | None, held: bool | None) -> dict[str, Any]:
         return {"kind": kind, "of": of, "limit": 2, "value": value, "held": held}
 
-    peer = {"us": 12e3, "ratio": 3.0, "low": 2.0, "high": 4.0, "memory": 3 * 2**20}
+    run = {"machine": {"commit": "0123456789"}}
+    peer = {"us": 12e3, "ratio": 3.0, "low": 2.0, "high": 4.0, "memory": 3 * 2**20, "run": 1}
     bars = [
         bar("ratio at least", "peer", 3.0, True),
         bar("memory below", "peer", 2.5, False),
@@ -312,27 +435,46 @@ def test_a_case_is_a_row_with_its_peers_and_the_limits_that_are_not_met() -> Non
         bar("microseconds at most", "", 2.5, False),
         bar("ratio at most", "absent", None, None),
     ]
-    ours = {"us": 4e6, "of_ceiling": 0.5, "memory": 2**19}
-    slow = {"us": 1e6, "ratio": 0.25, "low": 0.2, "high": 0.3}
-    of_device = {"missing": "not made for the device cpu"}
-    providers = {"peer": peer, "slow": slow, "other": of_device, "wrong": {"refused": "differs"}}
+    ours = {"us": 4e6, "of_ceiling": 0.5, "memory": 2**19, "run": 1}
+    slow = {"us": 1e6, "ratio": 0.25, "low": 0.2, "high": 0.3, "run": 0}
+    of_device = {"missing": "not made for the device cpu", "run": 1}
+    providers = {"peer": peer, "slow": slow, "other": of_device, "wrong": {"refused": "differs", "run": 1}}
+    providers["broken"] = {"raised": "ValueError: no", "run": 1}
     case = {"op": "op", "name": "name", "dtype": "bfloat16", "ours": ours, "providers": providers, "bars": bars}
-    assert tables.case_rows({"device": "cpu", "cases": [case]})[2:] == [
+    runs = [{"machine": {"commit": "fedcba9876"}}, run]
+    assert tables.case_rows({"runs": runs, "cases": [case]})[2:] == [
         "| `op`, name, bfloat16 | 4 s | 50% | 0.5 | "
         "peer 3 (2 to 4), 3.0 MiB, **memory 2.5 of peer, limit below 2**<br>"
-        "slow 0.25 (0.2 to 0.3), **limit at most 2**, **limit at least 0.5**<br>"
-        "wrong: differs<br>**microseconds 2.5, limit at most 2** |",
+        "slow 0.25 (0.2 to 0.3) (commit fedcba9), **limit at most 2**, **limit at least 0.5**<br>"
+        "wrong: differs<br>broken: ValueError: no<br>**microseconds 2.5, limit at most 2** |",
     ]
 
 
-def test_a_gpu_has_its_events_and_its_speed_in_the_table(results: list[dict[str, Any]]) -> None:
+def test_a_gpu_has_its_events_launches_and_speed_in_the_table(results: list[dict[str, Any]]) -> None:
     case = results[0]["cases"][0]
-    ours = case["ours"] | {"warm_us": 10.0, "cold_us": 20.0, "is_gapless": False, "of_ceiling": 0.5}
+    times = {"us": 30.0, "host_us": 25.0, "warm_us": 10.0, "cold_us": 20.0, "is_gapless": False, "launches": 3}
+    ours = case["ours"] | times | {"of_ceiling": 0.5}
+    providers = {"mean": case["providers"]["mean"] | {"cold_us": 40.0, "launches": 7}}
     flops = {"floor": {"bytes": 0, "flops": 4e6}, "ours": ours, "providers": {}}
-    rows = tables.case_rows({"device": "cuda", "cases": [case | {"ours": ours}, case | flops]})
-    assert rows[2].startswith("| `sum`, of ten | 20 us | 10 us with the host's gaps | 0.002 GB/s | 50% |")
-    assert "| mean " in rows[2] and "<br>twice " in rows[2]
-    assert rows[3].startswith("| `sum`, of ten | 20 us | 10 us with the host's gaps | 0.2 Tflop/s | 50% |")
+    document = results[0] | {"cases": [case | {"ours": ours, "providers": providers}, case | flops]}
+    rows = tables.case_rows(document)
+    assert rows[0].startswith("| case | cold | warm | wall (host) | launches | speed | floor |")
+    assert rows[2].startswith(
+        "| `sum`, of ten | 20 us | 10 us with the host's gaps | 30 us (25 us) | 3 | 0.002 GB/s | 50% |"
+    )
+    assert "| mean " in rows[2] and "cold 40 us, 7 launches" in rows[2]
+    assert " | 0.2 Tflop/s | 50% |" in rows[3]
+
+
+def test_rows_of_another_commit_or_machine_say_so(results: list[dict[str, Any]]) -> None:
+    document = results[0]
+    (newest,) = document["runs"]
+    old = newest | {"machine": newest["machine"] | {"commit": "d42268c8b028"}}
+    elsewhere = newest | {"machine": newest["machine"] | {"cores": 1000}}
+    document["runs"] = [old, elsewhere, newest]
+    for run, said in ((0, " (commit d42268c)"), (1, " (another machine)"), (2, "")):
+        document["cases"][0]["ours"]["run"] = run
+        assert f"| `sum`, of ten{said} |" in tables.text([document])
 
 
 def test_the_picture_of_a_run_has_its_steps_of_rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,16 @@ on every token before it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from benchmarks.case import Bar, Call, Case, Floor, Make, Provider, Same, Sweep
+from benchmarks.case import Bar, Call, Case, Floor, Make, Provider, Same, Sweep, sized
 from benchmarks.segment_peers import by_token_loop
 
-OP, ROWS, LENGTH = "endpoint_segments", 256, 4096
+OP, ROWS, LENGTH = "endpoint_segments", sized(256), 4096
 CONFIG = gk.SegmentConfig(norm="none")
 
 
@@ -32,15 +33,14 @@ class Responses:
 
 def make(rows: int, length: int, device: torch.device, seed: int = 0, dtype: torch.dtype = torch.float32) -> Responses:
     """Responses with a reward at the end, a piecewise constant critic, and a policy slightly off the sampler."""
-    rng = torch.Generator().manual_seed(seed)
-    rewards = torch.zeros(rows, length)
-    rewards[:, -1] = torch.rand(rows, generator=rng)
-    now = -torch.rand(rows, length, generator=rng).square()
-    old = now + 0.05 * torch.randn(rows, length, generator=rng)
-    jumps = torch.randn(rows, length, generator=rng) * (torch.rand(rows, length, generator=rng) < 0.05)
-    mask = torch.rand(rows, length, generator=rng) < 0.99
-    numbers = (t.to(device, dtype) for t in (rewards, now, old, 0.1 * jumps.cumsum(1)))
-    return Responses(*numbers, mask.to(device))
+    options: Any = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
+    rewards = torch.zeros(rows, length, device=device)
+    rewards[:, -1] = torch.rand(rows, **options)
+    now = -torch.rand(rows, length, **options).square()
+    old = now + 0.05 * torch.randn(rows, length, **options)
+    jumps = torch.randn(rows, length, **options) * (torch.rand(rows, length, **options) < 0.05)
+    mask = torch.rand(rows, length, **options) < 0.99
+    return Responses(*(t.to(dtype) for t in (rewards, now, old, 0.1 * jumps.cumsum(1))), mask)
 
 
 def of(rows: int, length: int, dtype: torch.dtype = torch.float32) -> Make:
@@ -116,8 +116,8 @@ CASES = [
         OP,
         "norm=none, long rows",
         "512 responses of 8,192 tokens",
-        Floor(bytes=30 * 512 * 8192),
-        of(512, 8192),
+        Floor(bytes=30 * sized(512) * 8192),
+        of(sized(512), 8192),
         ours,
         same=same,
         devices=("cuda",),

@@ -14,7 +14,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from benchmarks.case import Bar, Case, Floor, Provider, Sweep
 from benchmarks.cases import linear_policy_loss
-from benchmarks.head_peers import SHAPES, Inputs, Shape, bare_products, same
+from benchmarks.head_peers import ON_CPU, QWEN_8B, QWEN_SMALL, Inputs, Shape, bare_products, same
 
 OP = "linear_distillation_loss"
 IDS = 64
@@ -167,7 +167,7 @@ def of_hidden_states(shape: Shape) -> Case:
     )
 
 
-CASES = [make(shape) for make in (case, term, of_hidden_states) for shape in SHAPES]
+CASES = [make(shape) for make in (case, term, of_hidden_states) for shape in (*ON_CPU, QWEN_8B, QWEN_SMALL)]
 TINY = Shape(0, 64, 1024, "", "", torch.float32)
 SWEEPS = [
     Sweep(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from benchmarks.case import Bar, Case, Floor, Provider, Sweep
-from benchmarks.head_peers import SHAPES, SMALL, Inputs, Shape, peers, same
+from benchmarks.head_peers import COMMON, ON_CPU, OTHERS, QWEN_SMALL, SMALL, Inputs, Shape, peers, same
 
 OP = "linear_logprobs"
 
@@ -44,6 +44,49 @@ def case(shape: Shape) -> Case:
     )
 
 
+def logprobs_alone(i: Inputs) -> Tensor:
+    """The pass of a reference or of old log-probs."""
+    with torch.no_grad():
+        return gk.linear_logprobs(i.hidden, i.weight, i.targets).logprobs
+
+
+def forward(shape: Shape) -> Case:
+    return Case(
+        OP,
+        f"{shape}, forward",
+        shape.model,
+        Floor(flops=shape.products),
+        lambda device, seed: Inputs(shape, device, seed),
+        logprobs_alone,
+        tuple(Provider(name, call, package) for name, call, package in FORWARDS) if shape in COMMON else (),
+        same=same(shape),
+        dtype=str(shape.dtype).removeprefix("torch."),
+        devices=(shape.device,),
+        pairs=3,
+    )
+
+
+@torch.no_grad()
+def naive_alone(i: Inputs) -> Tensor:
+    return (i.hidden @ i.weight.T).float().log_softmax(-1).gather(1, i.targets[:, None])[:, 0]
+
+
+@torch.no_grad()
+def trl_alone(i: Inputs) -> Tensor:
+    """TRL's trainer without a fused head: logits, then the log-probs of the chosen tokens."""
+    from trl.trainer.utils import selective_log_softmax
+
+    return selective_log_softmax(i.hidden @ i.weight.T, i.targets).float()
+
+
+@torch.no_grad()
+def verl_alone(i: Inputs) -> Tensor:
+    from verl.utils.torch_functional import logprobs_from_logits
+
+    return logprobs_from_logits(i.hidden @ i.weight.T, i.targets, inplace_backward=False).float()
+
+
+FORWARDS = (("torch, log_softmax", naive_alone, ""), ("trl", trl_alone, "trl"), ("verl", verl_alone, "verl"))
 TEMPERATURE, BONUS = 0.9, 0.01
 
 
@@ -93,7 +136,8 @@ def verl_case(shape: Shape) -> Case:
     )
 
 
-CASES = [case(shape) for shape in SHAPES] + [verl_case(shape) for shape in (SMALL, SHAPES[4])]
+CASES = [case(shape) for shape in (*ON_CPU, *COMMON)]
+CASES += [forward(shape) for shape in (*COMMON, *OTHERS)] + [verl_case(shape) for shape in (SMALL, QWEN_SMALL)]
 TINY = Shape(0, 64, 1024, "", "", torch.float32)
 SWEEPS = [
     Sweep(

@@ -5,14 +5,15 @@ Floor: 6 N H V flops in three products. Our kernels read the logits once, and re
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from benchmarks.case import Bar, Case, Floor, Provider, Sweep
-from benchmarks.head_peers import HALVES, SHAPES, Inputs, Shape, bare_products, peers, same
+from benchmarks.case import Bar, Call, Case, Floor, Provider, Sweep
+from benchmarks.head_peers import COMMON, HALVES, ON_CPU, OTHERS, SMALL, Inputs, Shape, bare_products, peers, same
 
 OP = "linear_policy_loss"
 CONFIG = gk.LossConfig(loss="reinforce", aggregation="token-mean")
@@ -36,8 +37,9 @@ class ClippedInputs(Inputs):
     def __init__(self, shape: Shape, share: float, device: torch.device, seed: int = 0) -> None:
         super().__init__(shape, device, seed)
         self.logprobs = gk.linear_logprobs(self.hidden.detach(), self.weight.detach(), self.targets).logprobs
-        chosen = torch.rand(len(self.logprobs), generator=torch.Generator().manual_seed(seed)) < share
-        self.old = self.logprobs - 0.5 * chosen.to(device)
+        generator = torch.Generator(device).manual_seed(seed)
+        chosen = torch.rand(len(self.logprobs), generator=generator, device=device) < share
+        self.old = self.logprobs - 0.5 * chosen
 
 
 def clip(i: ClippedInputs) -> tuple[Tensor, ...]:
@@ -69,6 +71,30 @@ class AdaptedInputs(Inputs):
 
 def adapter(i: AdaptedInputs) -> tuple[Tensor, ...]:
     return ours(i, head=gk.LMHead(i.weight, lora=(i.a, i.b, 0.5)))
+
+
+class FrozenInputs(Inputs):
+    """A frozen head, as LoRA on the layers below leaves it."""
+
+    def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
+        super().__init__(shape, device, seed)
+        self.weight.requires_grad_(False)
+
+    def gradients(self, loss: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss, (self.hidden,))
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.hidden.element_size() * self.hidden.numel()
+
+
+class AddedInputs(FrozenInputs):
+    """A head whose gradient is added to a float32 buffer of the trainer."""
+
+    def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
+        super().__init__(shape, device, seed)
+        self.weight.requires_grad_()
+        self.weight_grad = torch.zeros(self.weight.shape, device=device)
 
 
 def merged(i: AdaptedInputs) -> tuple[Tensor, ...]:
@@ -103,10 +129,12 @@ def cases(shape: Shape) -> list[Case]:
             *(Bar("ratio at least", 1, p.name) for p in PEERS if shape.device in p.devices),
             Bar("memory below", 0.5 if shape is HALVES else 0.15, "naive autograd"),
         ),
-        quick=("naive autograd",) if shape is SHAPES[0] else (),
+        quick=("naive autograd",) if shape is SMALL else (),
         **common,
     )
-    if shape is HALVES:
+    if shape in OTHERS:
+        return [replace(whole, providers=(), bars=())]
+    if shape in (HALVES, *COMMON[2:]):
         return [whole]
     sparse = Case(
         OP,
@@ -136,6 +164,7 @@ def cases(shape: Shape) -> list[Case]:
         sparse,
         half,
         adapted(shape, common),
+        *(trained(shape, *way, common) for way in TRAINED if shape.device == "cuda"),
         *(clipped(shape, share, common) for share in CLIP_RATES if shape.device == "cpu"),
     ]
 
@@ -152,6 +181,18 @@ def adapted(shape: Shape, common: dict[str, Any]) -> Case:
         (Bar("ratio at least", 1.2, "merged weight"),),
         **common,
     )
+
+
+# how the weight is trained, with the number of products
+TRAINED = (
+    ("a frozen weight", FrozenInputs, ours, 2),
+    ("weight_grad", AddedInputs, lambda i: ours(i, weight_grad=i.weight_grad), 3),
+)
+
+
+def trained(shape: Shape, name: str, kind: type[Inputs], call: Call, products: int, common: dict[str, Any]) -> Case:
+    floor, make = Floor(flops=products * shape.products), lambda device, seed: kind(shape, device, seed)
+    return Case(OP, f"{shape}, {name}", shape.model, floor, make, call, **common)
 
 
 CLIP_RATES = (0.0, 0.05, 0.3, 0.5)
@@ -175,7 +216,7 @@ def clipped(shape: Shape, share: float, common: dict[str, Any]) -> Case:
     )
 
 
-CASES = [case for shape in (*SHAPES, HALVES) for case in cases(shape)]
+CASES = [case for shape in (*ON_CPU, HALVES, *COMMON, *OTHERS) for case in cases(shape)]
 TINY = Shape(0, 64, 1024, "", "", torch.float32)
 SWEEPS = [
     Sweep(

@@ -12,13 +12,14 @@ import warnings
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import grpo_kernels as gk
-from benchmarks.case import Bar, Call, Case, Floor, Make, Provider, Same, Sweep
+from benchmarks.case import Bar, Call, Case, Floor, Make, Provider, Same, Sweep, sized
 from tests import peers_trl
 
-OP, ROWS, WIDTH, BETA = "policy_loss", 256, 2048, 0.04
+OP, ROWS, WIDTH, BETA = "policy_loss", sized(256), 2048, 0.04
 OURS = gk.LossConfig.trl(loss_type="dapo", beta=BETA, use_bias_correction_kl=False)
 VERL = gk.LossConfig.verl(loss_mode="vanilla", use_kl_loss=True, kl_loss_coef=BETA, kl_loss_type="low_var_kl")
 
@@ -27,29 +28,34 @@ class Batch:
     """Log-probs slightly off-policy with all tokens valid, a mask of `share` of them, and the masked ones packed."""
 
     def __init__(self, rows: int, width: int, device: torch.device, seed: int, share: float = 1.0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        noise = lambda: torch.randn(rows, width, generator=generator)  # noqa: E731
-        logprobs = (0.5 * noise() - 1).clamp(max=-1e-3)
-        old, ref = (logprobs + 0.1 * noise() for _ in range(2))
+        options: Any = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
+        noise = lambda: torch.randn(rows, width, **options)  # noqa: E731
+        self.logprobs = (0.5 * noise() - 1).clamp(max=-1e-3)
+        self.old, self.ref = (self.logprobs + 0.1 * noise() for _ in range(2))
         if share == 0.5:
-            chosen = (torch.arange(width) < width // 2).expand(rows, width).clone()
+            self.chosen = (torch.arange(width, device=device) < width // 2).expand(rows, width).clone()
         else:
-            chosen = torch.rand(rows, width, generator=generator) < share
-        self.advantages = torch.randn(rows, generator=generator).to(device)
-        self.logprobs = logprobs.to(device).requires_grad_()
-        self.old, self.ref, self.chosen = old.to(device), ref.to(device), chosen.to(device)
+            self.chosen = torch.rand(rows, width, **options) < share
+        self.advantages = torch.randn(rows, **options)
+        self.logprobs.requires_grad_()
         self.mask = torch.ones_like(self.chosen)
-        self.is_weights = (0.1 * noise()).exp().to(device)
-        self.cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), chosen.sum(1).cumsum(0)]).to(device)
+        self.is_weights = (0.1 * noise()).exp()
+        self.tokens = self.mask.sum()  # what a trainer divides by, the tokens of all micro-batches
+        self.cu_seqlens = F.pad(self.chosen.sum(1).cumsum(0), (1, 0))
         self.packed = [t.detach()[self.chosen] for t in (self.logprobs, self.old, self.ref)]
         self.packed[0].requires_grad_()
 
     @functools.cached_property
-    def of_trl(self) -> peers_trl.PolicyLoss:
-        """TRL's loss with all of its inputs but the log-probs, which TRL has before it computes the loss."""
+    def of_trl(self) -> list[peers_trl.PolicyLoss]:
+        """TRL's loss with all of its inputs but the log-probs, which TRL has before it computes the loss.
+
+        The second is for samples of vLLM, which have importance weights.
+        """
         inputs = {"advantages": self.advantages, "old_per_token_logps": self.old, "ref_per_token_logps": self.ref}
+        inputs["importance_sampling_ratio"] = self.is_weights
         options = {"loss_type": "dapo", "beta": BETA, "use_bias_correction_kl": False}
-        return peers_trl.PolicyLoss(-self.logprobs.detach(), self.mask, inputs, **options)
+        arguments = -self.logprobs.detach(), self.mask, inputs
+        return [peers_trl.PolicyLoss(*arguments, use_vllm=use_vllm, **options) for use_vllm in (False, True)]
 
     def gradient(self, loss: Tensor) -> Tensor:
         return torch.autograd.grad(loss, self.logprobs)[0]
@@ -77,16 +83,28 @@ def packed(b: Batch) -> Tensor:
 
 
 def trl(b: Batch) -> Tensor:
-    return b.gradient(b.of_trl(b.logprobs))
+    return b.gradient(b.of_trl[0](b.logprobs))
 
 
-def plain(lp: Tensor, old: Tensor, ref: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+def micro_batch(b: Batch) -> Tensor:
+    """A trainer's call: its own normalizer, on the device, and weights for the engine's log-probs."""
+    arguments: dict[str, Any] = {"ref_logprobs": b.ref, "is_weights": b.is_weights, "normalizer": {"tokens": b.tokens}}
+    return b.gradient(gk.policy_loss(b.logprobs, b.old, b.advantages, mask=b.mask, config=OURS, **arguments).loss)
+
+
+def trl_with_weights(b: Batch) -> Tensor:
+    return b.gradient(b.of_trl[1](b.logprobs))
+
+
+def plain(
+    lp: Tensor, old: Tensor, ref: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | float = 1.0
+) -> tuple[Tensor, ...]:
     """TRL's formula as one function without host synchronisation, for torch.compile."""
     ratio, weight, distance = (lp - old).exp(), mask.float(), ref - lp
     term = -torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
     kl = distance.exp() - distance - 1
     count = weight.sum().clamp(min=1)
-    loss = ((term + BETA * kl) * weight).sum() / count
+    loss = ((term * weights + BETA * kl) * weight).sum() / count
     low = (ratio < 0.8) & (advantages < 0)[:, None]
     high = (ratio > 1.2) & (advantages > 0)[:, None]
     per_row = weight.sum(1)
@@ -95,8 +113,14 @@ def plain(lp: Tensor, old: Tensor, ref: Tensor, advantages: Tensor, mask: Tensor
     return loss, torch.stack([*metrics, fractions[0].min(), fractions[1].max()]).detach()
 
 
-def by(function: Any) -> Call:
-    return lambda b: b.gradient(function(b.logprobs, b.old, b.ref, b.advantages, b.mask)[0])
+def by(function: Any, *more: str) -> Call:
+    """A function of the tensors of a batch; `more` names further ones."""
+
+    def call(b: Batch) -> Tensor:
+        others = (getattr(b, name) for name in more)
+        return b.gradient(function(b.logprobs, b.old, b.ref, b.advantages, b.mask, *others)[0])
+
+    return call
 
 
 @functools.cache
@@ -215,7 +239,7 @@ CASES = [
         same=SAME,
         quick=("trl",),
         providers=(
-            Provider("trl", trl, package="trl", devices=("cpu",)),  # extracted for the CPU, as in the tests
+            Provider("trl", trl, package="trl"),
             Provider("verl", verl, package="verl", ours=lambda b: ours(b, VERL)),
             Provider("torch.compile", by(torch.compile(plain, dynamic=False))),
             Provider("torch eager", by(plain)),
@@ -228,16 +252,23 @@ CASES = [
             Bar("cost at most", 3, "two torch.exp"),
         ),
     ),
-    Case(
-        OP,
-        "clip and k3, many rows",
-        "2,048 responses of 2,048 tokens",
-        Floor(bytes=17 * 8 * ROWS * WIDTH),
-        of(8 * ROWS),
-        ours,
-        (Provider("torch.compile", by(torch.compile(plain, dynamic=False))),),
-        same=SAME,
-        devices=("cuda",),
+    *(
+        Case(
+            OP,
+            f"micro-batch of {rows} x {width:,}",
+            f"{rows} responses of {width:,} tokens, a normalizer on the device, importance weights",
+            Floor(bytes=21 * rows * width),
+            lambda device, seed, rows=rows, width=width: Batch(rows, width, device, seed),
+            micro_batch,
+            (
+                Provider("trl", trl_with_weights, package="trl"),
+                Provider("torch eager", by(plain, "is_weights")),
+                Provider("torch.compile", by(torch.compile(plain, dynamic=False), "is_weights")),
+            ),
+            same=SAME,
+            devices=("cuda",),
+        )
+        for rows, width in ((1, 16_384), (8, 2048), (4, 16_384), (16, 4096))
     ),
     Case(
         OP,

@@ -13,7 +13,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from benchmarks import head_peers
 from benchmarks.case import Bar, Case, Floor, Provider, Sweep
-from benchmarks.head_peers import SHAPES, Shape, same
+from benchmarks.head_peers import ON_CPU, QWEN_8B, QWEN_SMALL, Shape, same
 
 OP = "sampled_support"
 # top-k of one id, the mean of a nucleus of 0.95 as measured in prime-rl#2979, and two wider ones
@@ -83,7 +83,7 @@ def case(shape: Shape, kept: int) -> Case:
     )
 
 
-CASES = [case(shape, kept) for shape in (SHAPES[0], SHAPES[1], SHAPES[4], SHAPES[6]) for kept in KEPT]
+CASES = [case(shape, kept) for shape in (*ON_CPU, QWEN_8B, QWEN_SMALL) for kept in KEPT]
 TINY = Shape(0, 64, 1024, "", "", torch.float32)
 SWEEPS = [
     Sweep(

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from benchmarks.case import Bar, Call, Case, Floor, Make, Provider, Same, Sweep
+from benchmarks.case import Bar, Call, Case, Floor, Make, Provider, Same, Sweep, sized
 
-OP, ROWS, WIDTH, LONG = "sampling_correction", 256, 2048, 16_384
+OP, ROWS, WIDTH, LONG = "sampling_correction", sized(256), 2048, 16_384
 FIELDS = {
     "rollout_is": "token",
     "rollout_is_threshold": 2.0,
@@ -28,13 +28,12 @@ M2PO = gk.CorrectionConfig(m2_threshold=0.005)
 
 class Batch:
     def __init__(self, rows: int, width: int, device: torch.device, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        old = -torch.rand(rows, width, generator=generator)
-        self.old = old.to(device)
-        noise = 4 / width**0.5 * torch.randn(rows, width, generator=generator)  # a product around 1 in any length
-        self.sampling = (old + noise).clamp(max=-1e-3).to(device)
-        lengths = torch.randint(width // 2, width + 1, (rows, 1), generator=generator)
-        self.mask = (torch.arange(width) < lengths).to(device)
+        options: Any = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
+        self.old = -torch.rand(rows, width, **options)
+        noise = 4 / width**0.5 * torch.randn(rows, width, **options)  # a product around 1 in any length
+        self.sampling = (self.old + noise).clamp(max=-1e-3)
+        lengths = torch.randint(width // 2, width + 1, (rows, 1), **options)
+        self.mask = torch.arange(width, device=device) < lengths
         self.weights = self.mask.float()  # verl multiplies by it
 
 
@@ -85,7 +84,8 @@ CASES = [
         ours(DEFAULTS),
         (verl(DEFAULTS),),
         (Bar("ratio at least", 1, "verl"), Bar("memory below", 2, "verl")),
-        same=Same(rtol=1e-4),  # of sums of up to 16,384 log ratios in float32
+        # our weights are one a row; of sums of up to 16,384 log ratios in float32
+        same=lambda got, ours: Same(rtol=1e-4)(got, (ours[0] * ours[1], ours[1])),
         pairs=5,
         returned=lambda b: 8 * b.old.numel(),
     ),

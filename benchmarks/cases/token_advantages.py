@@ -6,16 +6,16 @@ float32). Whitening needs a sum over the batch first, so it reads and writes the
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from benchmarks.case import Bar, Call, Case, Floor, Make, Provider, Same, Sweep
+from benchmarks.case import Bar, Call, Case, Floor, Make, Provider, Same, Sweep, sized
 from tests import peers
 
-OP, ROWS, LENGTH = "token_advantages", 256, 4096
+OP, ROWS, LENGTH = "token_advantages", sized(256), 4096
 GAMMA, LAM = 0.999, 0.95
 
 
@@ -28,14 +28,14 @@ class Responses(NamedTuple):
 
 def make(rows: int, length: int, device: torch.device, seed: int = 0) -> Responses:
     """Responses with a reward at the end, noisy values, tool outputs that do not count, and a turn per 512 tokens."""
-    rng = torch.Generator().manual_seed(seed)
-    rewards = torch.zeros(rows, length)
-    rewards[:, -1] = torch.rand(rows, generator=rng)
-    values = 0.1 * torch.randn(rows, length, generator=rng)
-    mask = torch.rand(rows, length, generator=rng) < 0.9
+    options: Any = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
+    rewards = torch.zeros(rows, length, device=device)
+    rewards[:, -1] = torch.rand(rows, **options)
+    values = 0.1 * torch.randn(rows, length, **options)
+    mask = torch.rand(rows, length, **options) < 0.9
     mask[:, -1] = True  # verl drops rewards at other tokens
-    turns = (torch.arange(length, dtype=torch.int32) // 512).expand(rows, length).contiguous()
-    return Responses(rewards.to(device), values.to(device), mask.to(device), turns.to(device))
+    turns = (torch.arange(length, dtype=torch.int32, device=device) // 512).expand(rows, length).contiguous()
+    return Responses(rewards, values, mask, turns)
 
 
 def of(rows: int, length: int) -> Make:
@@ -115,14 +115,17 @@ CASES = [
     *(
         Case(
             OP,
-            f"gae, {name}",
+            f"gae, {rows:,} x {length:,}",
             f"{rows:,} responses of {length:,} tokens",
             Floor(bytes=26 * rows * length),
             of(rows, length),
             gae("tokens"),
-            devices=("cuda",),
+            devices=("cuda",),  # without verl, whose loop takes seconds a call
         )
-        for name, rows, length in (("few long rows", 16, 131_072), ("many short rows", 16_384, 512))
+        for rows, length in (
+            (sized(rows), sized(length))
+            for rows, length in ((128, 16_384), (128, 32_768), (16, 131_072), (16_384, 512))
+        )
     ),
 ]
 SIZES = {1024: 1, 4 * 4096: 4, 64 * 4096: 64, ROWS * LENGTH: ROWS, ROWS * 16384: ROWS, 128 * 131072: 128}  # to rows

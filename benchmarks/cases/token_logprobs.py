@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from benchmarks.case import Bar, Call, Case, Floor, Make, Provider, Same, Sweep
+from benchmarks.case import Bar, Call, Case, Floor, Make, Provider, Same, Sweep, sized
 
-OP, ROWS, VOCABULARY = "token_logprobs", 512, 151936
+OP, ROWS, VOCABULARY = "token_logprobs", sized(512), sized(151936)
+MANY = sized(8192)
 
 
 class Inputs(NamedTuple):
@@ -172,6 +173,7 @@ CASES = [
         Floor(bytes=4 * 4 * 128 * VOCABULARY),
         head,
         in_place,
+        devices=("cpu",),
         pairs=5,
         target=0.0,
         arrays={"the logits": lambda i: 4 * len(i.hidden) * len(i.weight)},
@@ -181,9 +183,9 @@ CASES = [
         Case(
             OP,
             f"{model}, {name}",
-            f"8,192 tokens of {size:,} logits",
-            Floor(bytes=passes * 2 * 8192 * size),
-            lambda device, seed, size=size: make(8192, device, seed, torch.bfloat16, size),
+            f"{MANY:,} tokens of {size:,} logits",
+            Floor(bytes=passes * 2 * MANY * size),
+            lambda device, seed, size=size: make(MANY, device, seed, torch.bfloat16, size),
             way(call),
             others,
             same=SAME,
@@ -191,11 +193,11 @@ CASES = [
             dtype="bfloat16",
             devices=("cuda",),
         )
-        for model, size in (("llama-3.1-8b", 128256), ("qwen3-8b", 151936))
+        for model, size in (("qwen3-8b", VOCABULARY), ("llama-3.1-8b", sized(128256)))
         for name, passes, way, call, others in (
-            ("forward", 1, forward, ours, ()),
-            ("forward with softcap", 1, forward, ours_capped, ()),
+            ("forward", 1, forward, ours, providers(forward)),
             ("forward and backward", 3, both_passes, ours, providers(both_passes)),
+            ("forward with softcap", 1, forward, ours_capped, ()),
         )
     ),
 ]
