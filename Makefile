@@ -16,7 +16,7 @@
 #   make wheel             build the wheel of mode GRPO_KERNELS_BUILD (auto, none, cpu, cuda) into dist/
 #   make dist              build the sdist, and wheels with and without compiled kernels, into dist/, and check them
 #   make docs              build the documentation into site/
-#   make gpu-check         with an NVIDIA GPU: build, test, time, sanitize; nine minutes, without a network
+#   make gpu-check         with an NVIDIA GPU: build, time, test, sanitize; ten minutes, without a network
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

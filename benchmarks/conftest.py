@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib.machinery
+import importlib.util
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +20,9 @@ import torch
 from benchmarks import case, measure
 from benchmarks.case import DEVICES, Case, Sweep
 from benchmarks.cases import OPS
+
+if importlib.util.find_spec("ray") is None:  # verl imports it, but not for its functions
+    sys.modules["ray"] = mock.MagicMock(__spec__=importlib.machinery.ModuleSpec("ray", None))
 
 Result = dict[str, Any]
 BASELINE = Path(__file__).parent / "baseline.json"

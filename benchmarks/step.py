@@ -1,16 +1,17 @@
-"""Times a whole GRPO step by phases: this trainer, TRL's GRPOTrainer, and FusedGRPOTrainer.
+"""Times a whole GRPO step by phases: TRL's GRPOTrainer, FusedGRPOTrainer with either head, and this trainer.
 
-    python -m benchmarks.step --steps 6 --json step.json [--device cpu|cuda]
+    python -m benchmarks.step --steps 6 --json step.json [--device cpu|cuda] [--who NAME ...]
 
-All three have the same random model, prompts, reward and sizes, dtype of the weights, a reference policy, and one
-optimizer step per rollout. No response may end before its last token, so that all generate the same number of tokens.
-The three alternate step by step, each in a thread that waits for the others; TRL runs its own train(). The first step
-of each is not counted. On the CPU the model is tiny; on a GPU it has the shape of Qwen2.5-0.5B, in bfloat16.
+All have the same random model, prompts, reward and sizes, dtype of the weights, a reference policy, and one optimizer
+step per rollout. No response may end before its last token, so that all have the same number of tokens. They alternate
+step by step, each in a thread that waits for the others; TRL runs its own train(). The first step of each is not
+counted; each later one is printed and saved when it ends. On the CPU the model is tiny; on a GPU it has the shape of
+Qwen2.5-0.5B, in bfloat16.
 
-The differences: this trainer samples with its own loop, which computes a prompt once for all its responses and in
-float32 keeps the log-probs that it sampled with, and it computes a prompt once in the update, too; TRL generates with
-transformers.
-The sampled texts and their rewards differ.
+On a GPU the responses are given, as eager generation would take most of the time and is the same in TRL's trainers.
+This trainer, which is left out there unless --who names it, samples with its own loop, which computes a prompt once for
+all its responses and in float32 keeps the log-probs that it sampled with, and it computes a prompt once in the update,
+too; TRL generates with transformers. The sampled texts and their rewards differ.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -27,7 +29,7 @@ import threading
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,6 +51,8 @@ class Size:
     prompt_tokens: int
     new_tokens: int
     micro_batch: int
+    is_given: bool = False  # responses are drawn, not generated
+    who: tuple[str, ...] = ()  # of RUNNERS; () for all
 
 
 TINY = {
@@ -70,7 +74,16 @@ HALF_BILLION = {
 SIZES = {
     "cpu": Size("tiny", TINY, "float32", prompts=16, group=8, prompt_tokens=24, new_tokens=32, micro_batch=64),
     "cuda": Size(
-        "0.5B", HALF_BILLION, "bfloat16", prompts=16, group=8, prompt_tokens=128, new_tokens=128, micro_batch=32
+        "0.5B",
+        HALF_BILLION,
+        "bfloat16",
+        prompts=16,
+        group=8,
+        prompt_tokens=128,
+        new_tokens=128,
+        micro_batch=32,
+        is_given=True,
+        who=("TRL's GRPOTrainer", "FusedGRPOTrainer", 'FusedGRPOTrainer, head="fused"'),
     ),
 }
 
@@ -134,7 +147,7 @@ class Runner(Protocol):
 
 
 class Ours:
-    def __init__(self, size: Size, folder: Path, device: str) -> None:
+    def __init__(self, size: Size, folder: Path, device: str, steps: int) -> None:
         from grpo_trainer import checkpoint
         from grpo_trainer import train as training
         from grpo_trainer.recipe import Recipe
@@ -199,16 +212,16 @@ class Ours:
 
 
 class Theirs:
-    """A trainer with TRL's interface, whose train() runs in a thread, step by step."""
+    """A trainer with TRL's interface, whose train() runs in a thread, step by step; `options` are the trainer's."""
 
-    def __init__(self, size: Size, folder: Path, device: str, kind: type, steps: int) -> None:
+    def __init__(self, size: Size, folder: Path, device: str, steps: int, kind: type, **options: Any) -> None:
         from datasets import Dataset
         from transformers import AutoTokenizer, PrinterCallback
         from trl import GRPOConfig
 
         rows = size.prompts * size.group
         settings = GRPOConfig(
-            output_dir=str(folder / kind.__name__),
+            output_dir=str(folder / "trl"),
             max_steps=steps,
             per_device_train_batch_size=size.micro_batch,
             gradient_accumulation_steps=rows // size.micro_batch,
@@ -237,7 +250,10 @@ class Theirs:
             settings,
             Dataset.from_json(str(folder / "prompts.jsonl")),
             processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+            **options,
         )
+        if size.is_given:
+            self.trainer._generate_single_turn = lambda ids, *_, **__: (given(size, len(ids)), None)
         self.trainer.remove_callback(PrinterCallback)
         self.tokens, self.clock = 0, Clock(device)
         self._time_phases()
@@ -303,13 +319,22 @@ class Theirs:
         self.thread.join()
 
 
+def given(size: Size, rows: int) -> list[list[int]]:
+    """Random responses, of words and not of special tokens."""
+    ids: list[list[int]] = torch.randint(3, size.model["vocab_size"], (rows, size.new_tokens)).tolist()
+    return ids
+
+
 def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     """A pseudo-random number that depends on the text."""
     return [zlib.crc32(text.encode()) % 1000 / 1000 for text in completions]
 
 
-def write_model(size: Size, folder: Path) -> None:
-    """Writes the model, a tokenizer with one word per token, and prompts of `size.prompt_tokens` words."""
+def write_model(size: Size, folder: Path, device: str) -> None:
+    """Writes the model, a tokenizer with one word per token, and prompts of `size.prompt_tokens` words.
+
+    Half a billion weights are drawn on a GPU in a moment, and on the host in 13 seconds.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -329,7 +354,9 @@ def write_model(size: Size, folder: Path) -> None:
         max_position_embeddings=4096,
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(getattr(torch, size.dtype)).save_pretrained(folder / "model")
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
+    model.to(getattr(torch, size.dtype)).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(len(special), len(words), (4 * size.prompts, size.prompt_tokens), generator=generator)
@@ -337,61 +364,103 @@ def write_model(size: Size, folder: Path) -> None:
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def runners(size: Size, folder: Path, device: str, steps: int) -> dict[str, Runner]:
+def trl_trainer(*arguments: Any) -> Runner:
     from trl import GRPOTrainer
 
+    return Theirs(*arguments, GRPOTrainer)
+
+
+def fused_trainer(*arguments: Any, **options: Any) -> Runner:
     from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
-    return {
-        "grpo_trainer": Ours(size, folder, device),
-        "TRL's GRPOTrainer": Theirs(size, folder, device, GRPOTrainer, steps),
-        "FusedGRPOTrainer": Theirs(size, folder, device, FusedGRPOTrainer, steps),
-    }
+    return Theirs(*arguments, FusedGRPOTrainer, **options)
 
 
-def measure(size: Size, device: str, steps: int) -> dict[str, Any]:
+# Each is made, with the size, the folder, the device and the number of steps, when its first turn comes.
+RUNNERS: dict[str, Callable[..., Runner]] = {
+    "grpo_trainer": Ours,
+    "TRL's GRPOTrainer": trl_trainer,
+    "FusedGRPOTrainer": fused_trainer,
+    'FusedGRPOTrainer, head="fused"': functools.partial(fused_trainer, head="fused"),
+}
+
+
+def measure(
+    size: Size,
+    device: str,
+    steps: int,
+    who: Sequence[str] = (),
+    save: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Takes the steps in turn.
+
+    Args:
+        size: the model and the batch.
+        device: "cpu" or "cuda".
+        steps: of each runner, of which the first is not counted.
+        who: names of RUNNERS; default: those of the size.
+        save: is called with the result so far after each step that counts.
+    """
     from datasets import disable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bars()
     disable_progress_bar()
-    seconds: dict[str, list[dict[str, float]]] = defaultdict(list)
-    tokens = {}
-    with tempfile.TemporaryDirectory() as name:
-        write_model(size, Path(name))
-        running = runners(size, Path(name), device, steps)
+    names = [*(who or size.who or RUNNERS)]
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    running: dict[str, Runner] = {}
+    expected = size.prompts * size.group * size.new_tokens
+    machine = measuring.machine()
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(size, Path(folder), device)
         for step in range(steps):
-            for who, runner in running.items():
-                gc.collect()  # of the previous trainer's garbage, outside the measured time
-                runner.clock.read()
-                began = time.perf_counter()
-                runner.step()
-                phases = runner.clock.read()
+            for name in names:
+                if name not in running:
+                    running[name] = RUNNERS[name](size, Path(folder), device, steps)
+                seconds = timed(running[name], device)
+                print(f"{name}, step {step}: {seconds['total'] * 1e3:,.1f} ms", flush=True)
+                if running[name].tokens != (step + 1) * expected:
+                    got = running[name].tokens
+                    raise RuntimeError(f"step: {name} must sample {(step + 1) * expected} tokens, got {got}")
                 if step > 0:
-                    seconds[who].append(phases | {"total": time.perf_counter() - began})
-        for who, runner in running.items():
+                    taken[name].append(seconds)
+                    result = document(size, device, taken) | {"machine": machine}
+                    save(result)
+        for runner in running.values():
             runner.close()
-            tokens[who] = runner.tokens
-    expected = steps * size.prompts * size.group * size.new_tokens
-    if set(tokens.values()) != {expected}:
-        raise RuntimeError(f"step: all must sample {expected} tokens, got {tokens}")
+    return result
+
+
+def timed(runner: Runner, device: str) -> dict[str, float]:
+    """Seconds of the phases of a step and of all, and on a GPU the bytes that it takes beside those before it."""
+    gc.collect()  # of the previous trainer's garbage, outside the measured time
+    runner.clock.read()
+    before = 0
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    began = time.perf_counter()
+    runner.step()
+    phases = runner.clock.read()
+    seconds = phases | {"total": time.perf_counter() - began}
+    return seconds | ({"peak": torch.cuda.max_memory_allocated() - before} if device == "cuda" else {})
+
+
+def document(size: Size, device: str, taken: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """The result of the steps so far, of runners that have counted one."""
+    counted = {name: steps for name, steps in taken.items() if steps}
+    totals = []
+    for name, steps in counted.items():
+        total = {"who": name, "tokens_a_step": size.prompts * size.group * size.new_tokens}
+        total |= spread([step["total"] for step in steps])
+        totals.append(total | ({"peak": max(step["peak"] for step in steps)} if device == "cuda" else {}))
     rows = [
-        {"who": who, "phase": phase} | spread([step[phase] for step in steps_of])
-        for who, steps_of in seconds.items()
+        {"who": name, "phase": phase} | spread([step[phase] for step in steps])
+        for name, steps in counted.items()
         for phase in PHASES
     ]
-    totals = [
-        {"who": who, "tokens_a_step": expected // steps} | spread([step["total"] for step in steps_of])
-        for who, steps_of in seconds.items()
-    ]
-    return {
-        "machine": measuring.machine(),
-        "device": device,
-        "model": dataclasses.asdict(size),
-        "steps": steps - 1,
-        "rows": rows,
-        "totals": totals,
-    }
+    model = dataclasses.asdict(size)
+    return {"device": device, "model": model, "steps": max(map(len, counted.values())), "rows": rows, "totals": totals}
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
@@ -410,6 +479,8 @@ def table(result: dict[str, Any]) -> str:
         cells = result["totals"] if phase == "total" else [row for row in result["rows"] if row["phase"] == phase]
         ms = ([cell[f"seconds_{what}"] * 1e3 for what in ("median", "low", "high")] for cell in cells)
         lines.append(f"| {phase} | " + " | ".join(f"{m:.1f} ({low:.1f} to {high:.1f})" for m, low, high in ms) + " |")
+    if peaks := [f"{total['peak'] / 2**20:,.0f}" for total in result["totals"] if "peak" in total]:
+        lines.append(f"| MiB beside weights and optimizer | {' | '.join(peaks)} |")
     return "\n".join(lines)
 
 
@@ -424,6 +495,7 @@ def main(arguments: list[str] | None = None) -> None:
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="where to measure; default: %(default)s",
     )
+    parser.add_argument("--who", nargs="+", choices=RUNNERS, help="trainers; default: all, on a GPU TRL's")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; default: %(default)s")
     parser.add_argument("--json", type=Path, help="the result file")
     options = parser.parse_args(arguments)
@@ -434,9 +506,14 @@ def main(arguments: list[str] | None = None) -> None:
     if options.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"  # accelerate would take a GPU if there is one
     torch.set_num_threads(options.threads)
-    result = measure(SIZES[options.device], options.device, options.steps)
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    def save(result: dict[str, Any]) -> None:
+        if options.json is not None:
+            partial = options.json.with_suffix(".partial")
+            partial.write_text(json.dumps(result, indent=1) + "\n")
+            partial.replace(options.json)
+
+    result = measure(SIZES[options.device], options.device, options.steps, options.who or (), save)
     size = SIZES[options.device]
     responses = f"{size.prompts} prompts x {size.group} responses of {size.new_tokens} tokens"
     print(f"\n{size.name} on {options.device}: {responses}\n")

@@ -53,7 +53,7 @@ def gpu_times(case: Result) -> list[str]:
     """Times with cold and with warm caches, with and of the host, the kernels, and the speed with cold caches."""
     ours, floor = case["ours"], case["floor"]
     warm = time(ours["warm_us"]) + ("" if ours["is_gapless"] else " with the host's gaps")
-    wall = time(ours["us"]) + (f" ({time(ours['host_us'])})" if "host_us" in ours else "")
+    wall = f"{time(ours['us'])} ({time(ours['host_us'])})" if {"us", "host_us"} <= ours.keys() else ""
     rate, unit = (floor["flops"] / 1e6, "Tflop/s") if floor["flops"] else (floor["bytes"] / 1e3, "GB/s")
     launches = str(ours.get("launches", ""))
     return [time(ours["cold_us"]), warm, wall, launches, f"{rate / ours['cold_us']:.3g} {unit}"]
@@ -129,13 +129,15 @@ def machine_line(result: Result) -> str:
 
 
 def text(results: list[Result]) -> str:
-    parts = []
-    for result in results:
-        parts.append(machine_line(result))
-        if result["cases"]:
-            parts.append("\n".join(case_rows(result)))
-        if result.get("sweeps"):
-            parts.append("\n".join(sweep_rows(result)))
+    return "\n\n".join(map(text_of, results))
+
+
+def text_of(result: Result) -> str:
+    parts = [machine_line(result)]
+    if result["cases"]:
+        parts.append("\n".join(case_rows(result)))
+    if result.get("sweeps"):
+        parts.append("\n".join(sweep_rows(result)))
     return "\n\n".join(parts)
 
 

@@ -1,7 +1,8 @@
 """tools/gpu_check.py on a mocked machine: a stand-in for Python reports a GPU and simulates the commands.
 
 Faults in view: results lost when the time runs out or a test dies, a failure that does not set the exit status,
-steps that outlive the command, an old version found out only after minutes.
+steps that outlive the command, an old version found out only after minutes, a second command that measures again what
+the first one did.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -22,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import OPS
+from benchmarks import conftest
 from tests.emulation import build
 from tests.test_help import parser_of
 from tools import gpu_check
@@ -34,6 +36,8 @@ MACHINE = {
     "cores": 4,
     "threads": 2,
     "grpo_kernels": "0.1",
+    "commit": "0123456789",
+    "kernels": {"cuda": "not built", "cpu": "ok"},
     "packages": {"torch": "2.11.0"},
 }
 CASE = {
@@ -41,11 +45,11 @@ CASE = {
     "name": "of ten",
     "dtype": "float32",
     "floor": {"bytes": 4e6, "flops": 0},
-    "ours": {"warm_us": 10.0, "cold_us": 20.0, "is_gapless": True, "of_ceiling": 0.75},
+    "ours": {"warm_us": 10.0, "cold_us": 20.0, "is_gapless": True, "of_ceiling": 0.75, "run": 0},
     "providers": {},
     "bars": [],
 }
-RESULT = {"machine": MACHINE, "device": "cuda", "ceiling": {"copy": 3e12}, "cases": [CASE]}
+RESULT = {"runs": [{"machine": MACHINE, "device": "cuda", "ceiling": {"copy": 3e12}}], "cases": [CASE]}
 # $PLAN controls its behaviour: facts of the machine; modules that hang or fail.
 PYTHON = """
 import json, os, pathlib, signal, subprocess, sys, time
@@ -60,6 +64,7 @@ value = lambda name: next((b for a, b in zip(arguments, arguments[1:]) if a == n
 if module == "pytest" and value("--save"):
     module = "benchmarks"
     pathlib.Path(value("--save")).write_text(json.dumps(plan["result"]))
+    print(plan.get("left", ""))
 elif module == "pytest":
     line = {"item": "test_of", "state": plan.get("state", "passed"), "why": plan.get("why", "")}
     pathlib.Path(value("--results")).write_text(json.dumps(line) + "\\n")
@@ -134,13 +139,13 @@ def test_all_parts(machine: Machine) -> None:
     assert "-DGRPO_CUDA_ARCHITECTURES=90-real" in files["build_build.log"]
     assert "kernel_substring=grpo_kernels" in files["sanitizer_initcheck.log"]
     assert page.startswith("# GPU check: A GPU\n") and page == files["summary.md"] and "Tests: 1 passed" in page
-    assert page.count("| `sum`, of ten | 20 us | 10 us | 200 GB/s | 75% |  |  |") == len(OPS)
+    assert page.count("| `sum`, of ten | 20 us | 10 us |  |  | 200 GB/s | 75% |  |  |") == 1
     assert "What failed" not in page
 
 
 def test_the_tools_take_the_options_they_are_given(machine: Machine) -> None:
     checked = set()
-    for command in (step.command for part in gpu_check.PARTS for chain in chains(part) for step in chain):
+    for command in (step.command for part in gpu_check.PARTS for step in gpu_check.steps(part, MACHINE, 100)):
         name, *options = command[command.index("-m") + 1 :] if "-m" in command else [""]
         if name.startswith(("tests.", "benchmarks.")):
             with machine.patch.context() as patch:
@@ -148,12 +153,50 @@ def test_the_tools_take_the_options_they_are_given(machine: Machine) -> None:
             parser.parse_args(options)
             checked.add(name)
     assert checked == {"tests.kernel_cases", "benchmarks.step"}
-    benchmarks = [step.command[-4:] for chain in chains("benchmarks") for step in chain]
-    assert [(op, value) for op, value, *_ in benchmarks] == [("--op", op) for op in OPS]
+    known = pytest.Parser(_ispytest=True)
+    conftest.pytest_addoption(known)
+    for variants in (None, ["policy_loss", "a.b=1"]):
+        (step,) = gpu_check.steps("benchmarks", MACHINE, 100, variants)
+        options = known.parse_known_args(step.command[step.command.index("--report-limits") :])
+        assert options.resume and options.seconds == 90 and options.device == "cuda"
+        assert options.variants == (variants and variants[1])
 
 
-def chains(part: str) -> list[list[gpu_check.Step]]:
-    return gpu_check.chains(part, MACHINE)
+def test_a_library_that_loads_is_not_built(machine: Machine) -> None:
+    machine.run("--parts", "build", machine=MACHINE | {"kernels": {"cuda": "ok"}})
+    assert "setup.py" not in machine.archive()["build_build.log"]
+    machine.run("--parts", "build")
+    assert "this is setup.py" in machine.archive()["build_build.log"]
+
+
+def test_the_most_valuable_parts_come_first_and_take_the_time_that_there_is(machine: Machine) -> None:
+    _, steps = machine.run("--seconds", "4", "--parts", "trainer", "benchmarks", "values", hang=["benchmarks"])
+    assert [row["state"] for row in steps.values()] == ["ok", "stopped"] and "trainer trainer" not in steps
+
+
+def test_a_second_command_continues_the_first(machine: Machine) -> None:
+    parts = ("--parts", "values", "benchmarks", "trainer")
+    status, steps = machine.run(*parts, left="7 rows are left", fail=["grpo_trainer"])
+    benchmarks = steps["benchmarks benchmarks"]
+    assert status == 1 and (benchmarks["state"], benchmarks["why"]) == ("stopped", "7 rows are left")
+    (machine.work / "results" / "values_values.log").unlink()
+    status, steps = machine.run(*parts, "--resume")
+    assert status == 1 and steps["benchmarks benchmarks"]["state"] == "ok" and steps["values values"]["state"] == "ok"
+    assert "values_values.log" not in machine.archive()  # did not run again
+    shutil.rmtree(machine.work)
+    _, steps = machine.run("--parts", "values", "--resume", str(machine.out / "gpu_check.tar.gz"))
+    assert steps["trainer trainer"]["state"] == "FAILED" and "values_values.log" not in machine.archive()
+
+
+def test_a_rehearsal_needs_no_gpu_and_gives_each_part_the_same_time(machine: Machine) -> None:
+    no_gpu = {name: value for name, value in MACHINE.items() if name not in ("gpu", "capability")}
+    parts = ("build", "values", "benchmarks", "step")
+    _, steps = machine.run("--device", "cpu", "--parts", *parts, "--seconds", "8", machine=no_gpu, hang=["pytest"])
+    assert [row["state"] for row in steps.values()] == ["ok", "stopped", "ok", "ok"]
+    assert steps["values values"]["seconds"] < 4
+    assert machine.page().startswith("# GPU check: a rehearsal without a GPU\n")
+    (step,) = gpu_check.steps("benchmarks", no_gpu, 100)
+    assert step.command[step.command.index("--device") + 1] == "cpu"
 
 
 def test_old_packages_and_no_gpu_are_refused_at_once(machine: Machine) -> None:
@@ -162,7 +205,7 @@ def test_old_packages_and_no_gpu_are_refused_at_once(machine: Machine) -> None:
         gpu_check.main([])
     known = importlib.metadata.version
     machine.patch.setattr(importlib.metadata, "version", lambda name: "8.4" if name == "pytest" else known(name))
-    with pytest.raises(SystemExit, match=r"gpu-check: build needs pytest>=9, which is 8\.4; tests needs pytest>=9"):
+    with pytest.raises(SystemExit, match=r"gpu-check: build needs pytest>=9, which is 8\.4; values needs pytest>=9"):
         gpu_check.main([])
     assert list(machine.out.iterdir()) == []
 
@@ -170,8 +213,8 @@ def test_old_packages_and_no_gpu_are_refused_at_once(machine: Machine) -> None:
 def test_a_part_without_its_packages_is_left_out(machine: Machine) -> None:
     machine.patch.setitem(gpu_check.NEEDS, "trainer", ("transformers>=99",))
     status, steps = machine.run("--parts", "trainer", "sanitizer")
-    assert status == 0 and steps["trainer recipe"]["state"] == "left out"
-    assert steps["trainer recipe"]["why"].startswith("needs transformers>=99, which is ")
+    assert status == 0 and steps["trainer trainer"]["state"] == "left out"
+    assert steps["trainer trainer"]["why"].startswith("needs transformers>=99, which is ")
 
 
 def test_failures(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,7 +274,7 @@ def test_next(): pass
 def test_the_command_of_the_tests(tmp_path: Path) -> None:
     """Tests that fail, kill their process, hang or break the GPU cost no result of another one."""
     (tmp_path / "test_gpu.py").write_text(TESTS)
-    step = gpu_check.tests("tests", "tests", {"cores": 1}, "-p", "tests.conftest", str(tmp_path))
+    step = gpu_check.tests("tests", {"cores": 1}, "-p", "tests.conftest", str(tmp_path))
     command = [option.replace("timeout=300", "timeout=15") for option in step.command]
     lines = tmp_path / "lines"
     command[command.index("--results") + 1] = str(lines)

@@ -1,24 +1,28 @@
-"""benchmarks/step.py: three trainers take the same steps, and the phases of a step add up to its time."""
+"""benchmarks/step.py: the trainers take the same steps, and the phases of a step add up to its time.
+
+Faults in view: a command that is stopped and has printed nothing; trainers with unequal work.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
 from benchmarks import step
 
-WHO = ["grpo_trainer", "TRL's GRPOTrainer", "FusedGRPOTrainer"]
+WHO = ["grpo_trainer", "TRL's GRPOTrainer", "FusedGRPOTrainer", 'FusedGRPOTrainer, head="fused"']
 MODEL = {
     "vocab_size": 40,
     "hidden_size": 16,
@@ -64,26 +68,68 @@ def test_a_phase_within_another_counts_once() -> None:
     assert clock.read()["generation"] == 0
 
 
-def test_unequal_numbers_of_tokens_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def runner(tokens: int) -> Any:
-        nothing = {"step": lambda: None, "close": lambda: None}
-        return SimpleNamespace(clock=step.Clock("cpu"), tokens=tokens, **nothing)
+def runner_of(monkeypatch: pytest.MonkeyPatch, **tokens: int) -> None:
+    """Runners by name that sample so many tokens a step."""
 
-    monkeypatch.setattr(step, "runners", lambda *_: {"one": runner(2 * 96), "other": runner(2 * 96 - 1)})
-    with pytest.raises(RuntimeError, match=re.escape("all must sample 192 tokens, got {'one': 192, 'other': 191}")):
+    class Runner:
+        def __init__(self, of_step: int) -> None:
+            self.clock, self.tokens, self.of_step = step.Clock("cpu"), 0, of_step
+
+        def step(self) -> None:
+            self.tokens += self.of_step
+
+        def close(self) -> None:
+            pass
+
+    makers = {name: lambda *_, of_step=of_step: Runner(of_step) for name, of_step in tokens.items()}
+    monkeypatch.setattr(step, "RUNNERS", makers)
+    monkeypatch.setattr(step, "write_model", lambda *_: None)
+
+
+def test_each_step_is_printed_and_saved_as_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second runner breaks in the third step: all before is on the screen and in the file."""
+    runner_of(monkeypatch, one=96, other=96)
+    monkeypatch.setitem(step.SIZES, "cpu", SMALL)
+    timed, taken = step.timed, list[int]()
+
+    def breaks(*arguments: Any) -> dict[str, float]:
+        taken.append(1)
+        if len(taken) == 6:
+            raise KeyboardInterrupt
+        return timed(*arguments)
+
+    monkeypatch.setattr(step, "timed", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        step.main(["--device", "cpu", "--steps", "3", "--json", str(tmp_path / "step.json")])
+    printed = re.findall(r"(\w+), step (\d): [\d.,]+ ms", capsys.readouterr().out)
+    assert printed == [("one", "0"), ("other", "0"), ("one", "1"), ("other", "1"), ("one", "2")]
+    document = json.loads((tmp_path / "step.json").read_text())
+    assert document["steps"] == 2 and [total["who"] for total in document["totals"]] == ["one", "other"]
+    assert step.table(document).count("\n") == 8
+
+
+def test_unequal_numbers_of_tokens_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner_of(monkeypatch, one=96, other=95)
+    with pytest.raises(RuntimeError, match="step: other must sample 96 tokens, got 95"):
         step.measure(SMALL, "cpu", 2)
 
 
-def test_an_error_in_a_thread_comes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_thread_comes_out_and_given_responses_are_not_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from trl import GRPOTrainer
 
-    def fails(**_: Any) -> Iterator[float]:
-        raise ArithmeticError("this reward")
+    def fails(completions: list[str], **_: Any) -> Iterator[float]:
+        raise ArithmeticError(len(completions[0].split()))
 
     monkeypatch.setattr(step, "reward", fails)
-    step.write_model(SMALL, tmp_path)
-    runner = step.Theirs(SMALL, tmp_path, "cpu", GRPOTrainer, 2)
-    with pytest.raises(ArithmeticError, match="this reward"):
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", None)
+    step.write_model(SMALL, tmp_path, "cpu")
+    size = dataclasses.replace(SMALL, is_given=True)
+    runner = step.Theirs(size, tmp_path, "cpu", 2, GRPOTrainer)
+    with pytest.raises(ArithmeticError, match="6"):
         runner.step()
     runner.close()
     assert not runner.thread.is_alive()

@@ -1,18 +1,23 @@
-"""Checks everything that needs a GPU in one command, in nine minutes and without a network, most valuable parts first.
+"""Checks everything that needs a GPU in one command, without a network, most valuable parts first.
 
-    python -m tools.gpu_check [--parts PART ...] [--seconds 530] [--list]
+    python -m tools.gpu_check [--seconds 600] [--parts PART ...] [--resume [ARCHIVE]] [--device cpu] [--list]
+    python -m tools.gpu_check --variants linear_policy_loss grpo_kernels.ops.linear_head.sizes.NAME=832,1024
 
-build      the libraries for this GPU, in place; beside it, Triton's kernels are compiled and checked with low priority
-tests      values and gradients of every kernel's cases against float64, and tests/ops
-sanitizer  the CUDA kernels' cases under the tools of compute-sanitizer, beside the tests
-benchmarks times of every op and of the installed peers, and the bars, in a process for each op
-trainer    the trainer's default recipe
+build      the libraries for this GPU, in place, unless the one that is there loads
+values     each kernel's cases against float64
+benchmarks times of ours for all ops, then of the installed peers, in one process
 step       a whole GRPO step beside TRL's
+tests      values, gradients and promises of tests/ops
+trainer    the trainer's default recipe
+sanitizer  the CUDA kernels' cases under the tools of compute-sanitizer
+
+Each part ends after the seconds that PARTS gives it; what it does not need goes to later ones. A second command with
+--resume continues: parts that ended are left out, and the benchmarks measure the rows that are missing. --device cpu
+rehearses all parts without a GPU. --variants times ours with each value of a private switch.
 
 Packages in .wheels, which tools/gpu_wheels.sh fills, are imported first; without its packages a part is refused or left
-out in the first second. Each line of STAGES has its share of the seconds and the time that earlier ones left, and is
-then stopped. Results are written one by one, and summary.md and gpu_check.tar.gz in $OUT (benchmarks/results/gpu) after
-every step.
+out in the first second. Results are written one by one, and summary.md and gpu_check.tar.gz in $OUT
+(benchmarks/results/gpu) after every step.
 """
 
 from __future__ import annotations
@@ -20,7 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
-import itertools
 import json
 import os
 import re
@@ -29,28 +33,21 @@ import signal
 import subprocess
 import sys
 import tarfile
-import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent.resolve()
 WORK = ROOT / "build" / "gpu_check"
 WHEELS = ROOT / ".wheels"
-# Seconds of the parts that run together.
-STAGES = (
-    (180, ("build",)),
-    (130, ("tests", "sanitizer")),
-    (120, ("benchmarks",)),
-    (45, ("trainer",)),
-    (80, ("step",)),
-)
-PARTS = [part for _, parts in STAGES for part in parts]
+# Parts in the order of their value, with the seconds that each has at most.
+PARTS = {"build": 180, "values": 60, "benchmarks": 240, "step": 75, "tests": 110, "trainer": 60, "sanitizer": 240}
 TESTS = ("pytest>=9", "pytest-xdist>=3.5", "hypothesis", "numpy")
 NEEDS = {
-    "build": ("torch>=2.11", "setuptools>=77", "cmake>=3.25", "ninja", *TESTS),
+    "build": ("torch>=2.11", *TESTS),
+    "compile": ("setuptools>=77", "cmake>=3.25", "ninja"),
+    "values": TESTS,
     "tests": TESTS,
     "benchmarks": ("pytest-benchmark>=5", *TESTS),
     "sanitizer": ("compute-sanitizer",),
@@ -59,6 +56,8 @@ NEEDS = {
 }
 REPORT = r"========= (?!COMPUTE-SANITIZER|(?:ERROR|RACECHECK) SUMMARY: 0 )[^\n]*"
 MOST_FAILURES = 40  # shown on the page
+LEFT = "rows are left"
+LAST_ROW = 10  # seconds that the last row of the benchmarks may take
 
 
 class Step(NamedTuple):
@@ -95,54 +94,66 @@ def lacking(part: str) -> str:
     return " and ".join(wrong)
 
 
-def build(capability: str) -> Step:
-    flags = ["GRPO_KERNELS_BUILD=cuda", f"CMAKE_ARGS=-DGRPO_CUDA_ARCHITECTURES={capability}-real"]
-    check = "import grpo_kernels as gk; k = gk.available_kernels(); print(k); assert k['cuda'] == k['cpu'] == 'ok'"
-    command = f'"$0" setup.py build_ext --inplace && PYTHONPATH=.:$PYTHONPATH "$0" -c "{check}"'
+def build(machine: dict[str, Any]) -> Step:
+    """Compiles the libraries, unless the GPU's loads, which may have been built elsewhere; a rehearsal needs none."""
+    wanted = "cuda" if "gpu" in machine else "cpu"
+    check = f"import grpo_kernels as gk; k = gk.available_kernels(); print(k); assert k['{wanted}'] == 'ok'"
+    command = f'PYTHONPATH=.:$PYTHONPATH "$0" -c "{check}"'
+    flags = []
+    if machine["kernels"][wanted] != "ok":
+        capability = "".join(map(str, machine["capability"]))
+        flags = ["GRPO_KERNELS_BUILD=cuda", f"CMAKE_ARGS=-DGRPO_CUDA_ARCHITECTURES={capability}-real"]
+        command = f'"$0" setup.py build_ext --inplace && {command}'
     return Step("build", "build", ["env", *flags, "bash", "-c", command, sys.executable], False)
 
 
-def tests(part: str, name: str, machine: dict[str, Any], *selection: str) -> Step:
+def tests(part: str, machine: dict[str, Any], *selection: str) -> Step:
     """Tests marked gpu in the order of the files, one at a time, so that the first results are the most valuable."""
     # a test that compiles many kernels of Triton takes minutes; the worker of a hung one is replaced
     patience = ["-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true"]
     xdist = ["-n", str(max(1, machine["cores"] - 4)), "--maxschedchunk=1", "--max-worker-restart=30"]
-    options = ["-m", "gpu", "-v", "-p", "no:cacheprovider", "--results", f"{WORK}/results/{part}_{name}.jsonl"]
-    command = ["nice", sys.executable, "-m", "pytest", *options, *patience, *xdist, *selection]
-    return Step(part, name, command, fills_time=part == "tests")
+    options = ["-m", "gpu", "-v", "-p", "no:cacheprovider", "--results", f"{WORK}/results/{part}.jsonl"]
+    return Step(part, part, [sys.executable, "-m", "pytest", *options, *patience, *xdist, *selection])
 
 
-def chains(part: str, machine: dict[str, Any]) -> list[list[Step]]:
-    """Steps of a part: the chains run together, the steps of a chain one after the other."""
-    cases, results = "tests/test_kernel_cases.py", WORK / "results"
+def steps(part: str, machine: dict[str, Any], seconds: float, variants: list[str] | None = None) -> list[Step]:
+    """Steps of a part, one after the other."""
+    results, device = WORK / "results", "cuda" if "gpu" in machine else "cpu"
     if part == "build":
-        capability = "".join(map(str, machine["capability"]))
-        return [[build(capability)], [tests(part, "triton", machine, "-k", "triton", cases)]]
+        return [build(machine)]
+    if part == "values":
+        return [tests(part, machine, "tests/test_kernel_cases.py")]
+    if part == "benchmarks":
+        command = [sys.executable, "-m", "pytest", "benchmarks", "-q", "-p", "no:cacheprovider", "--report-limits"]
+        command += ["--device", device, "--resume", "--seconds", f"{seconds - min(LAST_ROW, seconds / 3):.0f}"]
+        if variants:
+            op, switch = variants
+            command += ["--save", f"{results}/variants.json", "--op", op, "--variants", switch, "-k", "case"]
+        else:
+            command += ["--save", f"{results}/benchmarks.json"]
+        return [Step(part, part, command)]
+    if part == "step":
+        command = ["-m", "benchmarks.step", "--device", device, "--steps", "4", "--json", f"{results}/step.json"]
+        return [Step(part, part, [sys.executable, *command])]
+    if part == "trainer":
+        recipe = ["-m", "grpo_trainer", "train", "arithmetic", "--fresh", f"output={WORK / 'run'}"]
+        return [Step(part, part, [sys.executable, *recipe])]
     if part == "sanitizer":
         # without torch's caching allocator, memory after a tensor is unallocated
         check = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--error-exitcode", "1"]
         # torch's kernels have hazards of their own; without what they write, reports of initcheck are to be read
         check += ["--kernel-name", "kernel_substring=grpo_kernels", "--tool"]
         module = [sys.executable, "-m", "tests.kernel_cases"]
-        pairs = (("memcheck", "synccheck"), ("racecheck", "initcheck"))
-        return [[Step(part, tool, [*check, tool, *module]) for tool in pair] for pair in pairs]
-    if part == "benchmarks":
-        command = [sys.executable, "-m", "pytest", "benchmarks", "-q", "-p", "no:cacheprovider"]
-        ops = sorted(path.stem for path in (ROOT / "benchmarks" / "cases").glob("[a-z]*.py"))
-        return [[Step(part, op, [*command, "--op", op, "--save", str(results / f"{op}.json")]) for op in ops]]
-    if part == "trainer":
-        recipe = ["-m", "grpo_trainer", "train", "arithmetic", "--fresh", f"output={WORK / 'run'}"]
-        return [[Step(part, "recipe", [sys.executable, *recipe])]]
-    if part == "step":
-        command = ["-m", "benchmarks.step", "--device", "cuda", "--steps", "2", "--json", str(results / "step.json")]
-        return [[Step(part, "step", [sys.executable, *command])]]
+        return [
+            Step(part, tool, [*check, tool, *module]) for tool in ("memcheck", "racecheck", "synccheck", "initcheck")
+        ]
     # the tests of peers and of process groups are on the CPU
-    return [[tests(part, part, machine, cases, "tests/ops", "--ignore-glob=*peers*", "--ignore-glob=*sharded*")]]
+    return [tests(part, machine, "tests/ops", "--ignore-glob=*peers*", "--ignore-glob=*sharded*")]
 
 
 def summary(machine: dict[str, Any], rows: list[dict[str, Any]], results: Path) -> str:
-    """The page: the machine, the steps, the tests that failed, and the tables of the benchmarks."""
-    from benchmarks import tables  # imports torch
+    """The page: the machine, the steps, the tests that failed, and the tables of the benchmarks and of a whole step."""
+    from benchmarks import step, tables  # import torch
 
     facts = ", ".join(f"{name} {value}" for name, value in machine.items())
     steps = ["| part | step | state | seconds | |", "|---|---|---|---|---|"]
@@ -152,17 +163,15 @@ def summary(machine: dict[str, Any], rows: list[dict[str, Any]], results: Path) 
     lines = [line for path in sorted(results.glob("*.jsonl")) for line in lines_of(path)]
     states = {line["item"]: line for line in lines}
     counts = Counter(line["state"] for line in states.values())
-    parts = [f"# GPU check: {machine['gpu']}", facts, "## Steps", "\n".join(steps)]
+    parts = [f"# GPU check: {machine.get('gpu', 'a rehearsal without a GPU')}", facts, "## Steps", "\n".join(steps)]
     parts.append("Tests: " + ", ".join(f"{count} {state}" for state, count in sorted(counts.items())))
     failed = [f"- `{name}`: {line['why']}" for name, line in states.items() if line["state"] == "failed"]
     parts += ["## What failed", "\n".join(failed[:MOST_FAILURES])] if failed else []
     parts += [f"and {len(failed) - MOST_FAILURES} more"] if len(failed) > MOST_FAILURES else []
-    found = []
-    for path in sorted(results.glob("*.json")):
-        if path.stem not in ("gpu_check", "step"):
-            with contextlib.suppress(json.JSONDecodeError):  # cut off while it was written
-                found.append(json.loads(path.read_text()))
-    return "\n\n".join([*parts, tables.text(found)] if found else parts) + "\n"
+    for name, text in (("step", step.table), ("benchmarks", tables.text_of), ("variants", tables.text_of)):
+        if (path := results / f"{name}.json").exists():
+            parts.append(text(json.loads(path.read_text())))
+    return "\n\n".join(parts) + "\n"
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -187,6 +196,8 @@ def judged(step: Step, status: int | None, log: Path) -> tuple[str, str]:
     state, why = ("FAILED", f"exit status {status}") if status else ("ok", "")
     if status is None:
         state, why = "stopped" if step.fills_time else "FAILED", "its time ran out"
+    elif rows := re.search(rf"\d+ {LEFT}", output):
+        state, why = ("stopped" if state == "ok" else state), rows[0]
     if step.part == "sanitizer" and (report := re.search(REPORT, output)):
         state, why = "reports" if step.name == "initcheck" else "FAILED", report[0]
     if state == "FAILED":
@@ -195,46 +206,39 @@ def judged(step: Step, status: int | None, log: Path) -> tuple[str, str]:
 
 
 class Check:
-    """The rows of a run so far."""
+    """The rows of a run so far, after those of the run that it continues."""
 
-    def __init__(self, machine: dict[str, Any], missing: dict[str, str], results: Path, out: Path) -> None:
-        self.machine, self.missing, self.results, self.out = machine, missing, results, out
+    def __init__(self, machine: dict[str, Any], results: Path, out: Path, rows: list[dict[str, Any]]) -> None:
+        self.machine, self.results, self.out, self.rows = machine, results, out, rows
         out.mkdir(parents=True, exist_ok=True)
-        self.rows: list[dict[str, Any]] = []
-        self.processes, self.lock = list[subprocess.Popen[bytes]](), threading.RLock()
+        self.process: subprocess.Popen[bytes] | None = None
         signal.signal(signal.SIGINT, self.interrupted)
         signal.signal(signal.SIGTERM, self.interrupted)
 
     def interrupted(self, *_: object) -> None:
-        with self.lock:  # no further step starts
-            for process in self.processes:
-                stop(process)
-            self.write()  # an interrupted step has results, too
-            os._exit(1)
+        if self.process is not None:
+            stop(self.process)
+        self.write()  # an interrupted step has results, too
+        os._exit(1)
 
-    def run(self, chain: list[Step], deadline: float) -> None:
-        """Runs steps one after the other, each for an equal share of the time that is left."""
-        for number, step in enumerate(chain):
-            if why := self.missing[step.part]:
-                self.ended(step, 0.0, "left out", f"needs {why}")
-                continue
-            began, log = time.monotonic(), self.results / f"{step.part}_{step.name}.log"
-            with log.open("wb") as file:
-                streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
-                process = subprocess.Popen(step.command, cwd=ROOT, start_new_session=True, **streams)
-                self.processes.append(process)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - began) / (len(chain) - number))
-            status = process.poll()
-            stop(process)
-            self.processes.remove(process)
-            self.ended(step, time.monotonic() - began, *judged(step, status, log))
+    def run(self, step: Step, seconds: float, missing: str) -> None:
+        if missing:
+            self.ended(step, 0.0, "left out", f"needs {missing}")
+            return
+        began, log = time.monotonic(), self.results / f"{step.part}_{step.name}.log"
+        with log.open("wb") as file:
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            self.process = subprocess.Popen(step.command, cwd=ROOT, start_new_session=True, **streams)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(0.0, seconds))
+        status = self.process.poll()
+        stop(self.process)
+        self.ended(step, time.monotonic() - began, *judged(step, status, log))
 
     def ended(self, step: Step, seconds: float, state: str, why: str) -> None:
-        with self.lock:
-            self.rows.append({"part": step.part, "step": step.name, "state": state, "seconds": seconds, "why": why})
-            print(f"{step.part:<11}{step.name:<11}{state:<10}{seconds:7.1f} s  {why}".rstrip(), flush=True)
-            self.write()
+        self.rows.append({"part": step.part, "step": step.name, "state": state, "seconds": seconds, "why": why})
+        print(f"{step.part:<11}{step.name:<11}{state:<10}{seconds:7.1f} s  {why}".rstrip(), flush=True)
+        self.write()
 
     def write(self) -> None:
         """Writes summary.md and gpu_check.tar.gz, which is renamed once it is complete."""
@@ -249,39 +253,68 @@ class Check:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to run; default: all")
-    parser.add_argument("--seconds", type=float, default=530, help="time for all parts; default: %(default)s")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="parts to run; default: all")
+    parser.add_argument("--seconds", type=float, default=600, help="time for all parts; default: %(default)s")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses; default: %(default)s")
+    parser.add_argument("--resume", nargs="?", const="", help="continue the last run, or that of a gpu_check.tar.gz")
+    parser.add_argument(
+        "--variants", nargs=2, metavar=("OP", "MODULE.NAME=VALUE,..."), help="build, and time an op with each value"
+    )
     parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
     options = parser.parse_args(arguments)
-    deadline, results = time.monotonic(), WORK / "results"
+    began, results = time.monotonic(), WORK / "results"
+    parts = options.parts or (["build", "benchmarks"] if options.variants else [*PARTS])
     import_wheels()
-    missing = {part: lacking(part) for part in options.parts}
-    if refused := [f"{part} needs {what}" for part, what in missing.items() if what and part in ("build", "tests")]:
+    missing = {part: lacking(part) for part in parts}
+    if refused := [f"{part} needs {what}" for part, what in missing.items() if what and part in ("build", "values")]:
         raise SystemExit(f"gpu-check: {'; '.join(refused)} (tools/gpu_wheels.sh)")
     code = "import json; from benchmarks import measure; print(json.dumps(measure.machine()))"
     machine = json.loads(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT).splitlines()[-1])
-    if "gpu" not in machine:
-        raise SystemExit(f"gpu-check: needs an NVIDIA GPU, and torch {machine['packages']['torch']} sees none")
-    steps = {part: chains(part, machine) if part in options.parts else [] for part in PARTS}
-    plan = [(seconds, [chain for part in parts for chain in steps[part]]) for seconds, parts in STAGES]
-    scale = options.seconds / sum(seconds for seconds, todo in plan if todo)
+    if options.device == "cuda" and "gpu" not in machine:
+        version = machine["packages"]["torch"]
+        raise SystemExit(f"gpu-check: needs an NVIDIA GPU, and torch {version} sees none; --device cpu rehearses")
+    if options.device == "cpu":
+        machine.pop("gpu", None)
+    elif "build" in parts and machine["kernels"]["cuda"] != "ok" and (what := lacking("compile")):
+        raise SystemExit(f"gpu-check: build needs {what}, or a CUDA library that loads (tools/gpu_wheels.sh)")
     if options.list:
-        for seconds, todo in plan:
-            for step in itertools.chain(*todo):
-                print(f"{step.part:<11}{step.name:<11}{seconds * scale:4.0f} s  {' '.join(step.command)}")
+        for part in parts:
+            for step in steps(part, machine, PARTS[part], options.variants):
+                print(f"{part:<11}{step.name:<11}{PARTS[part]:4} s  {' '.join(step.command)}")
         return
-    if "build" in options.parts:
+    if options.resume is None:
         shutil.rmtree(results, ignore_errors=True)  # results of another run would count
-    out = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "gpu").resolve()
     results.mkdir(parents=True, exist_ok=True)
-    check = Check(machine, missing, results, out)
-    for seconds, todo in plan:
-        deadline += seconds * scale if todo else 0
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(check.run, todo, itertools.repeat(deadline)))
+    if options.resume:
+        shutil.unpack_archive(options.resume, results)
+    known = results / "gpu_check.json"
+    rows = json.loads(known.read_text())["steps"] if known.exists() else []
+    ended = [row for row in rows if row["part"] != "build" and is_over(row)]
+    out = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "gpu").resolve()
+    check = Check(machine, results, out, ended)
+    todo = [part for part in PARTS if part in parts]
+    for number, part in enumerate(todo):
+        left = options.seconds - (time.monotonic() - began)
+        seconds = min(left, PARTS[part])
+        if options.device == "cpu":  # each part has a share, as one that had no time would hide a mistake
+            seconds = (
+                left * PARTS[part] / sum(PARTS[other] for other in todo[number:] if not missing[other] or other == part)
+            )
+        wanted = [step for step in steps(part, machine, seconds, options.variants) if not is_known(step, ended)]
+        for step in wanted if left > 0 else ():
+            check.run(step, seconds / len(wanted), missing[part])
     print(f"\n{out / 'summary.md'}\n{out / 'gpu_check.tar.gz'}")
     if any(row["state"] == "FAILED" for row in check.rows):
         raise SystemExit(1)
+
+
+def is_over(row: dict[str, Any]) -> bool:
+    """Whether a step has nothing left to do."""
+    return row["state"] not in ("stopped", "left out") and not row["why"].endswith(LEFT)
+
+
+def is_known(step: Step, rows: list[dict[str, Any]]) -> bool:
+    return any((row["part"], row["step"]) == (step.part, step.name) for row in rows)
 
 
 if __name__ == "__main__":
