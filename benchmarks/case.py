@@ -69,16 +69,17 @@ class Provider:
         return self.lacks()
 
 
-# Text of each kind of bar. A ratio is a provider's time over ours, memory the peak beside the returned tensors.
-KINDS = {
-    "ratio at least": "times our time for {of}",
-    "ratio at most": "times our time for {of}",
-    "cost at most": "times the time of {of}",
-    "microseconds at most": "microseconds, the best of ten times, or on a GPU by its events",
-    "memory below": "times the memory of {of}",
-    "exponent below": "power of the size that the time grows with",
-    "growth at most": "times the time per unit of the exponent's smallest size, at the last",
-}
+# A ratio is a provider's time over ours and a cost its inverse; microseconds are the best of ten times, or a GPU's
+# events; memory is the peak beside the returned tensors; growth is the time of a unit at the last size over the first.
+KINDS = (
+    "ratio at least",
+    "ratio at most",
+    "cost at most",
+    "microseconds at most",
+    "memory below",
+    "exponent below",
+    "growth at most",
+)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import case, measure
+from benchmarks import case, measure, tables
 from benchmarks.case import DEVICES, Case, Sweep
 from benchmarks.cases import OPS
 
@@ -97,10 +96,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if config.getoption("--new-baseline"):
         ratios = {name: round(ratio, 3) for name, ratio in suite.ratios().items()}
         BASELINE.write_text(json.dumps({"cpu": measure.machine()["cpu"], "ratios": ratios}, indent=1) + "\n")
-    if lines := list(suite.lines()):
+    if suite.cases or suite.sweeps:
+        is_quick = config.getoption("--quick")
         terminalreporter.section("ours and peers, measured alternately")
-        for line in lines:
-            terminalreporter.write_line(line)
+        ratios = [f"{name}: {ratio:.2f}" for name, ratio in suite.ratios().items()]
+        terminalreporter.write_line("\n".join(ratios) if is_quick else tables.text_of(suite.document()))
     if suite.left:
         terminalreporter.write_line(f"{suite.left} rows are left; --resume measures them")
 
@@ -241,28 +241,3 @@ class Suite:
     def ratios(self) -> dict[str, float]:
         rows = ((key, name, row) for key, entry in self.cases.items() for name, row in entry["providers"].items())
         return {f"{op}, {name}: {who}": row["ratio"] for (op, name), who, row in rows if "ratio" in row}
-
-    def lines(self) -> Iterator[str]:
-        """A line a row: the time, the ratio with its range, and for ours the speed and its share of the ceiling."""
-        for (op, name), entry in self.cases.items():
-            ours = entry["ours"]
-            yield f"{op}, {name}"
-            if ours:
-                yield f"  {'ours':34} {ours['us']:12.1f} us  {speed(entry)}, {ours['of_ceiling']:.0%} of the ceiling"
-            for who, row in entry["providers"].items():
-                told = row.get("missing") or row.get("refused") or row.get("raised")
-                if told is None:
-                    told = f"{row['us']:12.1f} us  {row['ratio']:.2f}x ours ({row['low']:.2f} .. {row['high']:.2f})"
-                yield f"  {who:34} {told}"
-            yield from (f"  {measure.verdict_of(bar)}" for bar in entry.get("bars", ()))
-        for sweep in self.sweeps.values():
-            yield f"{sweep['op']}, {sweep['name']}: time grows like n^{sweep['exponent']:.3f} in {sweep['unit']}"
-            yield from (f"  {measure.verdict_of(bar)}" for bar in sweep["bars"])
-
-
-def speed(entry: Result) -> str:
-    """Bytes or flops of the floor over our time, on a GPU that of its events with cold caches."""
-    us = entry["ours"].get("cold_us", entry["ours"]["us"])
-    if entry["floor"]["flops"]:
-        return f"{entry['floor']['flops'] / us / 1e6:.3g} Tflop/s"
-    return f"{entry['floor']['bytes'] / us / 1e3:.3g} GB/s"

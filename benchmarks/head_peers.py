@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import warnings
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.case import Call, Provider, Same, sized
+from benchmarks.case import Call, Case, Floor, Provider, Same, sized
 
 
 class Shape(NamedTuple):
@@ -89,6 +91,24 @@ class Inputs:
     @property
     def gradient_bytes(self) -> int:
         return self.hidden.element_size() * (self.hidden.numel() + self.weight.numel())
+
+
+def case(
+    op: str,
+    shape: Shape,
+    suffix: str,
+    call: Call,
+    floor: Floor,
+    inputs: Callable[..., Any] = Inputs,
+    *arguments: Any,
+    is_returned: bool = True,
+    **options: Any,
+) -> Case:
+    """A call on the inputs of a head: `inputs(shape, *arguments, device, seed)`, which returns their gradients."""
+    fixed: dict[str, Any] = {"dtype": str(shape.dtype).removeprefix("torch."), "devices": (shape.device,), "pairs": 5}
+    fixed |= {"same": same(shape), "returned": operator.attrgetter("gradient_bytes") if is_returned else lambda _: 0}
+    make = functools.partial(inputs, shape, *arguments)
+    return Case(op, f"{shape}{suffix}", shape.model, floor, make, call, **fixed | options)
 
 
 def same(shape: Shape) -> Same:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import grpo_kernels as gk
-from benchmarks.case import KINDS, Bar, Call, Case, Provider, Sweep
+from benchmarks.case import Bar, Call, Case, Provider, Sweep
 from benchmarks.paired import least, paired, repeats_for, seconds
 
 Result = dict[str, Any]
@@ -252,7 +252,7 @@ def judged(bar: Bar, case: Case, entry: Result, inputs: Any) -> Result:
         value = ours.get("warm_us", ours["best"])
     elif bar.kind == "memory below":
         whole = case.arrays[bar.of](inputs) if bar.of in case.arrays else provider.get("memory")
-        value = None if whole is None or "memory" not in ours else ours["memory"] / whole
+        value = ours["memory"] / whole if whole and "memory" in ours else None
     else:
         value = provider.get("ratio")
         value = 1 / value if value is not None and bar.kind == "cost at most" else value
@@ -262,17 +262,6 @@ def judged(bar: Bar, case: Case, entry: Result, inputs: Any) -> Result:
 def _judged(bar: Bar, value: float | None) -> Result:
     held = None if value is None else bar.held(value)
     return {"kind": bar.kind, "of": bar.of, "limit": bar.limit, "value": value, "held": held}
-
-
-def verdict_of(bar: Result) -> str:
-    if bar["value"] is None:
-        return f"bar not measured: {describe(bar)}"
-    return f"bar {'met' if bar['held'] else 'NOT MET'}: {short(bar['value'])} {describe(bar)}"
-
-
-def describe(bar: Result) -> str:
-    """The quantity of a bar and its limit, to be read after a value."""
-    return f"{KINDS[bar['kind']].format(of=bar['of'])}, {bar['kind'].split(' ', 1)[1]} {bar['limit']:g}"
 
 
 def short(number: float) -> str:

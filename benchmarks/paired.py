@@ -21,12 +21,6 @@ class Ratio(NamedTuple):
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return (
-            f"ours {self.ours:10.1f} us, theirs {self.theirs:10.1f} us, ratio {self.ratio:7.2f} "
-            f"({self.low:.2f} .. {self.high:.2f})"
-        )
-
 
 def seconds(call: Call, repeats: int, clock: Callable[[], float] = time.perf_counter) -> float:
     wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)

@@ -6,15 +6,13 @@ teacher's k ids is small.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 import grpo_kernels as gk
 from benchmarks.case import Bar, Case, Floor, Provider, Sweep
 from benchmarks.cases import linear_policy_loss
-from benchmarks.head_peers import ON_CPU, QWEN_8B, QWEN_SMALL, Inputs, Shape, bare_products, same
+from benchmarks.head_peers import ON_CPU, QWEN_8B, QWEN_SMALL, Inputs, Shape, bare_products, case
 
 OP = "linear_distillation_loss"
 IDS = 64
@@ -70,51 +68,24 @@ PEERS = (Provider("naive autograd", naive), Provider("trl", trl, package="trl"))
 POLICY_LOSS = Provider("linear_policy_loss", linear_policy_loss.ours, agrees=False)
 
 
-def case(shape: Shape) -> Case:
-    return of_shape(
-        shape,
-        "",
-        ours,
-        (*PEERS, Provider("three bare products", bare_products, agrees=False), POLICY_LOSS),
-        (
-            Bar("cost at most", 1.25 if shape.device == "cpu" else 1.2, "three bare products"),
-            Bar("cost at most", 1.2, "linear_policy_loss"),
-            *(Bar("ratio at least", 1, peer.name) for peer in PEERS),
-            Bar("memory below", 0.2, "naive autograd"),
-        ),
+def of_ids(shape: Shape) -> Case:
+    providers = (*PEERS, Provider("three bare products", bare_products, agrees=False), POLICY_LOSS)
+    bars = (
+        Bar("cost at most", 1.25 if shape.device == "cpu" else 1.2, "three bare products"),
+        Bar("cost at most", 1.2, "linear_policy_loss"),
+        *(Bar("ratio at least", 1, peer.name) for peer in PEERS),
+        Bar("memory below", 0.2, "naive autograd"),
     )
+    floor = Floor(flops=3 * shape.products)
+    return case(OP, shape, f" k={IDS}", ours, floor, TaughtInputs, providers=providers, bars=bars)
 
 
 def term(shape: Shape) -> Case:
     """The divergence as a term of linear_policy_loss, beside the sum of two losses with products of their own."""
     bars = Bar("ratio at least", 1.6, "two losses"), Bar("cost at most", 1.2, "linear_policy_loss")
-    return of_shape(
-        shape, ", with the policy loss", with_policy_loss, (Provider("two losses", two_losses), POLICY_LOSS), bars
-    )
-
-
-def of_shape(
-    shape: Shape,
-    suffix: str,
-    run: Callable[[TaughtInputs], tuple[Tensor, ...]],
-    providers: tuple[Provider, ...],
-    bars: tuple[Bar, ...],
-) -> Case:
-    return Case(
-        OP,
-        f"{shape} k={IDS}{suffix}",
-        shape.model,
-        Floor(flops=3 * shape.products),
-        lambda device, seed: TaughtInputs(shape, device, seed),
-        run,
-        providers,
-        bars,
-        same=same(shape),
-        dtype=str(shape.dtype).removeprefix("torch."),
-        devices=(shape.device,),
-        pairs=5,
-        returned=lambda i: i.gradient_bytes,
-    )
+    options = {"providers": (Provider("two losses", two_losses), POLICY_LOSS), "bars": bars}
+    floor = Floor(flops=3 * shape.products)
+    return case(OP, shape, f" k={IDS}, with the policy loss", with_policy_loss, floor, TaughtInputs, **options)
 
 
 class WholeInputs(Inputs):
@@ -146,28 +117,17 @@ def four_products(i: WholeInputs) -> None:
 
 
 def of_hidden_states(shape: Shape) -> Case:
-    return Case(
-        OP,
-        f"{shape}, from hidden states",
-        shape.model,
-        Floor(flops=4 * shape.products),
-        lambda device, seed: WholeInputs(shape, device, seed),
-        whole,
-        (Provider("naive autograd", naive_whole), Provider("four bare products", four_products, agrees=False)),
-        (
-            Bar("cost at most", 1.15, "four bare products"),
-            Bar("ratio at least", 1, "naive autograd"),
-            Bar("memory below", 0.2, "naive autograd"),
-        ),
-        same=same(shape),
-        dtype=str(shape.dtype).removeprefix("torch."),
-        devices=(shape.device,),
-        pairs=5,
-        returned=lambda i: i.gradient_bytes,
+    providers = Provider("naive autograd", naive_whole), Provider("four bare products", four_products, agrees=False)
+    bars = (
+        Bar("cost at most", 1.15, "four bare products"),
+        Bar("ratio at least", 1, "naive autograd"),
+        Bar("memory below", 0.2, "naive autograd"),
     )
+    floor = Floor(flops=4 * shape.products)
+    return case(OP, shape, ", from hidden states", whole, floor, WholeInputs, providers=providers, bars=bars)
 
 
-CASES = [make(shape) for make in (case, term, of_hidden_states) for shape in (*ON_CPU, QWEN_8B, QWEN_SMALL)]
+CASES = [make(shape) for make in (of_ids, term, of_hidden_states) for shape in (*ON_CPU, QWEN_8B, QWEN_SMALL)]
 TINY = Shape(0, 64, 1024, "", "", torch.float32)
 SWEEPS = [
     Sweep(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from benchmarks.case import Bar, Case, Floor, Provider, Sweep
-from benchmarks.head_peers import COMMON, ON_CPU, OTHERS, QWEN_SMALL, SMALL, Inputs, Shape, peers, same
+from benchmarks.head_peers import COMMON, ON_CPU, OTHERS, QWEN_SMALL, SMALL, Inputs, Shape, case, peers
 
 OP = "linear_logprobs"
 
@@ -27,21 +27,9 @@ def ours_with_entropy(i: Inputs) -> tuple[Tensor, ...]:
     return ours(i, return_entropy=True)
 
 
-def case(shape: Shape) -> Case:
-    return Case(
-        OP,
-        str(shape),
-        shape.model,
-        Floor(flops=4 * shape.products),
-        lambda device, seed: Inputs(shape, device, seed),
-        ours,
-        tuple(p for p in peers(ours_with_entropy) if p.name in ("naive autograd", "trl", "verl")),
-        same=same(shape),
-        dtype=str(shape.dtype).removeprefix("torch."),
-        devices=(shape.device,),
-        pairs=3,
-        returned=lambda i: i.gradient_bytes,
-    )
+def both_passes(shape: Shape) -> Case:
+    providers = tuple(p for p in peers(ours_with_entropy) if p.name in ("naive autograd", "trl", "verl"))
+    return case(OP, shape, "", ours, Floor(flops=4 * shape.products), providers=providers, pairs=3)
 
 
 def logprobs_alone(i: Inputs) -> Tensor:
@@ -51,19 +39,9 @@ def logprobs_alone(i: Inputs) -> Tensor:
 
 
 def forward(shape: Shape) -> Case:
-    return Case(
-        OP,
-        f"{shape}, forward",
-        shape.model,
-        Floor(flops=shape.products),
-        lambda device, seed: Inputs(shape, device, seed),
-        logprobs_alone,
-        tuple(Provider(name, call, package) for name, call, package in FORWARDS) if shape in COMMON else (),
-        same=same(shape),
-        dtype=str(shape.dtype).removeprefix("torch."),
-        devices=(shape.device,),
-        pairs=3,
-    )
+    providers = tuple(Provider(name, call, package) for name, call, package in FORWARDS) if shape in COMMON else ()
+    floor = Floor(flops=shape.products)
+    return case(OP, shape, ", forward", logprobs_alone, floor, providers=providers, pairs=3, is_returned=False)
 
 
 @torch.no_grad()
@@ -116,27 +94,15 @@ def verl_logits(i: Inputs) -> tuple[Tensor, ...]:
 
 
 def verl_case(shape: Shape) -> Case:
-    return Case(
-        OP,
-        f"{shape}, verl's actor",
-        shape.model,
-        Floor(flops=4 * shape.products),
-        lambda device, seed: Inputs(shape, device, seed),
-        ours_in_verl,
-        (
-            Provider("verl, fused", verl_fused, package="verl"),
-            Provider("verl, logits", verl_logits, package="verl"),
-        ),
-        (Bar("memory below", 0.3, "verl, fused"), Bar("memory below", 0.3, "verl, logits")),
-        same=same(shape),
-        dtype=str(shape.dtype).removeprefix("torch."),
-        devices=(shape.device,),
-        pairs=3,
-        returned=lambda i: i.gradient_bytes,
+    providers = (
+        Provider("verl, fused", verl_fused, package="verl"),
+        Provider("verl, logits", verl_logits, package="verl"),
     )
+    options = {"providers": providers, "bars": tuple(Bar("memory below", 0.3, provider.name) for provider in providers)}
+    return case(OP, shape, ", verl's actor", ours_in_verl, Floor(flops=4 * shape.products), pairs=3, **options)
 
 
-CASES = [case(shape) for shape in (*ON_CPU, *COMMON)]
+CASES = [both_passes(shape) for shape in (*ON_CPU, *COMMON)]
 CASES += [forward(shape) for shape in (*COMMON, *OTHERS)] + [verl_case(shape) for shape in (SMALL, QWEN_SMALL)]
 TINY = Shape(0, 64, 1024, "", "", torch.float32)
 SWEEPS = [

@@ -5,15 +5,14 @@ Floor: 6 N H V flops in three products. Our kernels read the logits once, and re
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from benchmarks.case import Bar, Call, Case, Floor, Provider, Sweep
-from benchmarks.head_peers import COMMON, HALVES, ON_CPU, OTHERS, SMALL, Inputs, Shape, bare_products, peers, same
+from benchmarks.case import Bar, Case, Floor, Provider, Sweep
+from benchmarks.head_peers import COMMON, HALVES, ON_CPU, OTHERS, SMALL, Inputs, Shape, bare_products, case, peers
 
 OP = "linear_policy_loss"
 CONFIG = gk.LossConfig(loss="reinforce", aggregation="token-mean")
@@ -107,116 +106,51 @@ ALL_ROWS = Provider("all rows", ours, agrees=False)
 
 
 def cases(shape: Shape) -> list[Case]:
-    make = lambda device, seed: Inputs(shape, device, seed)  # noqa: E731
-    common: dict[str, Any] = {
-        "dtype": str(shape.dtype).removeprefix("torch."),
-        "devices": (shape.device,),
-        "pairs": 5,
-        "same": same(shape),
-        "returned": lambda i: i.gradient_bytes,
-    }
-    products = 1.3 if shape is HALVES else 1.15 if shape.device == "cpu" else 1.2
-    whole = Case(
-        OP,
-        str(shape),
-        shape.model,
-        Floor(flops=3 * shape.products),
-        make,
-        ours,
-        (*PEERS, Provider("three bare products", bare_products, agrees=False)),
-        (
-            Bar("cost at most", products, "three bare products"),
-            *(Bar("ratio at least", 1, p.name) for p in PEERS if shape.device in p.devices),
-            Bar("memory below", 0.5 if shape is HALVES else 0.15, "naive autograd"),
-        ),
-        quick=("naive autograd",) if shape is SMALL else (),
-        **common,
+    is_cpu, floor = shape.device == "cpu", lambda products: Floor(flops=products * shape.products)
+    products = 1.3 if shape is HALVES else 1.15 if is_cpu else 1.2
+    bars = (
+        Bar("cost at most", products, "three bare products"),
+        *(Bar("ratio at least", 1, p.name) for p in PEERS if shape.device in p.devices),
+        Bar("memory below", 0.5 if shape is HALVES else 0.15, "naive autograd"),
     )
-    if shape in OTHERS:
-        return [replace(whole, providers=(), bars=())]
-    if shape in (HALVES, *COMMON[2:]):
+    peers = {"providers": (*PEERS, Provider("three bare products", bare_products, agrees=False)), "bars": bars}
+    quick = ("naive autograd",) if shape is SMALL else ()
+    whole = case(OP, shape, "", ours, floor(3), **({} if shape in OTHERS else peers), quick=quick)
+    if shape in (HALVES, *OTHERS, *COMMON[2:]):
         return [whole]
-    sparse = Case(
-        OP,
-        f"{shape}, one row in 16",
-        shape.model,
-        Floor(flops=3 * shape.products / 16),
-        make,
-        lambda i: ours(i, positions=i.sixteenth),
-        (ALL_ROWS,),
-        (Bar("ratio at least", 10, "all rows"),),
-        **common,
-    )
-    # the metrics need the logits of all rows; the other two products are for half of them
-    half = Case(
-        OP,
-        f"{shape}, half the advantages 0",
-        shape.model,
-        Floor(flops=2 * shape.products),
-        make,
-        lambda i: ours(i, advantages=i.half),
-        (ALL_ROWS,),
-        (Bar("ratio at least", 1.4, "all rows"),),
-        **common,
-    )
-    return [
-        whole,
-        sparse,
-        half,
-        adapted(shape, common),
-        *(trained(shape, *way, common) for way in TRAINED if shape.device == "cuda"),
-        *(clipped(shape, share, common) for share in CLIP_RATES if shape.device == "cpu"),
+    # the metrics need the logits of all rows; with half the advantages 0, the other two products are for half of them
+    half, sixteenth, lora = ", half the advantages 0", ", one row in 16", ", an adapter of rank 16"
+    some_rows = [
+        case(OP, shape, name, call, floor(n), providers=(ALL_ROWS,), bars=(Bar("ratio at least", limit, "all rows"),))
+        for name, call, n, limit in (
+            (sixteenth, lambda i: ours(i, positions=i.sixteenth), 3 / 16, 10),
+            (half, lambda i: ours(i, advantages=i.half), 2, 1.4),
+        )
     ]
-
-
-def adapted(shape: Shape, common: dict[str, Any]) -> Case:
-    return Case(
-        OP,
-        f"{shape}, an adapter of rank 16",
-        shape.model,
-        Floor(flops=2 * shape.products),
-        lambda device, seed: AdaptedInputs(shape, device, seed),
-        adapter,
-        (Provider("merged weight", merged),),
-        (Bar("ratio at least", 1.2, "merged weight"),),
-        **common,
-    )
-
-
-# how the weight is trained, with the number of products
-TRAINED = (
-    ("a frozen weight", FrozenInputs, ours, 2),
-    ("weight_grad", AddedInputs, lambda i: ours(i, weight_grad=i.weight_grad), 3),
-)
-
-
-def trained(shape: Shape, name: str, kind: type[Inputs], call: Call, products: int, common: dict[str, Any]) -> Case:
-    floor, make = Floor(flops=products * shape.products), lambda device, seed: kind(shape, device, seed)
-    return Case(OP, f"{shape}, {name}", shape.model, floor, make, call, **common)
+    merge = {"providers": (Provider("merged weight", merged),), "bars": (Bar("ratio at least", 1.2, "merged weight"),)}
+    adapted = case(OP, shape, lora, adapter, floor(2), AdaptedInputs, **merge)
+    if is_cpu:
+        return [whole, *some_rows, adapted, *(clipped(shape, share) for share in CLIP_RATES)]
+    frozen = case(OP, shape, ", a frozen weight", ours, floor(2), FrozenInputs)
+    added = case(OP, shape, ", weight_grad", lambda i: ours(i, weight_grad=i.weight_grad), floor(3), AddedInputs)
+    return [whole, *some_rows, adapted, frozen, added]
 
 
 CLIP_RATES = (0.0, 0.05, 0.3, 0.5)
 
 
-def clipped(shape: Shape, share: float, common: dict[str, Any]) -> Case:
-    return Case(
-        OP,
-        f"{shape}, PPO with {share:.0%} clipped",
-        shape.model,
-        Floor(flops=(1 + 2 * (1 - share)) * shape.products),
-        lambda device, seed: ClippedInputs(shape, share, device, seed),
-        clip,
-        (Provider("nothing clipped", clip_nothing, agrees=False),),
-        (
-            Bar("ratio at least", 1.3 if share == 0.5 else 0.9, "nothing clipped"),
-            Bar("memory below", 0.4, "the logits"),  # 15 % of naive autograd's, 2.7 times the logits
-        ),
-        arrays={"the logits": lambda i: 4 * len(i.hidden) * len(i.weight)},
-        **common,
+def clipped(shape: Shape, share: float) -> Case:
+    bars = (
+        Bar("ratio at least", 1.3 if share == 0.5 else 0.9, "nothing clipped"),
+        Bar("memory below", 0.4, "the logits"),  # 15 % of naive autograd's, 2.7 times the logits
     )
+    options = {"providers": (Provider("nothing clipped", clip_nothing, agrees=False),), "bars": bars}
+    options["arrays"] = {"the logits": lambda i: 4 * len(i.hidden) * len(i.weight)}
+    floor = Floor(flops=(1 + 2 * (1 - share)) * shape.products)
+    return case(OP, shape, f", PPO with {share:.0%} clipped", clip, floor, ClippedInputs, share, **options)
 
 
-CASES = [case for shape in (*ON_CPU, HALVES, *COMMON, *OTHERS) for case in cases(shape)]
+CASES = [one for shape in (*ON_CPU, HALVES, *COMMON, *OTHERS) for one in cases(shape)]
 TINY = Shape(0, 64, 1024, "", "", torch.float32)
 SWEEPS = [
     Sweep(

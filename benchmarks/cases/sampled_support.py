@@ -13,7 +13,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from benchmarks import head_peers
 from benchmarks.case import Bar, Case, Floor, Provider, Sweep
-from benchmarks.head_peers import ON_CPU, QWEN_8B, QWEN_SMALL, Shape, same
+from benchmarks.head_peers import ON_CPU, QWEN_8B, QWEN_SMALL, Shape, case
 
 OP = "sampled_support"
 # top-k of one id, the mean of a nucleus of 0.95 as measured in prime-rl#2979, and two wider ones
@@ -65,25 +65,13 @@ def floor(shape: Shape, kept: int) -> Floor:
     return Floor(bytes=size * shape.hidden * (gathers + shape.vocabulary))
 
 
-def case(shape: Shape, kept: int) -> Case:
-    return Case(
-        OP,
-        f"{shape}, {kept} ids",
-        f"{kept} of {shape.vocabulary:,} ids, {shape.model}",
-        floor(shape, kept),
-        lambda device, seed: Inputs(shape, kept, device, seed),
-        ours,
-        (Provider("index_select", index_select), Provider("full head", full_head, agrees=False)),
-        (Bar("ratio at least", 20, "full head"),) if kept == 8 and shape.device == "cpu" else (),
-        same=same(shape),
-        dtype=str(shape.dtype).removeprefix("torch."),
-        devices=(shape.device,),
-        pairs=5,
-        returned=lambda i: i.gradient_bytes,
-    )
+def of_ids(shape: Shape, kept: int) -> Case:
+    providers = Provider("index_select", index_select), Provider("full head", full_head, agrees=False)
+    bars = (Bar("ratio at least", 20, "full head"),) if kept == 8 and shape.device == "cpu" else ()
+    return case(OP, shape, f", {kept} ids", ours, floor(shape, kept), Inputs, kept, providers=providers, bars=bars)
 
 
-CASES = [case(shape, kept) for shape in (*ON_CPU, QWEN_8B, QWEN_SMALL) for kept in KEPT]
+CASES = [of_ids(shape, kept) for shape in (*ON_CPU, QWEN_8B, QWEN_SMALL) for kept in KEPT]
 TINY = Shape(0, 64, 1024, "", "", torch.float32)
 SWEEPS = [
     Sweep(
