@@ -53,10 +53,11 @@ def gpu_times(case: Result) -> list[str]:
     """Times with cold and with warm caches, with and of the host, the kernels, and the speed with cold caches."""
     ours, floor = case["ours"], case["floor"]
     warm = time(ours["warm_us"]) + ("" if ours["is_gapless"] else " with the host's gaps")
-    wall = f"{time(ours['us'])} ({time(ours['host_us'])})" if {"us", "host_us"} <= ours.keys() else ""
+    walls = [time(ours["us"])] if "us" in ours else []
+    walls += [f"({time(ours['host_us'])})"] if "host_us" in ours else []
     rate, unit = (floor["flops"] / 1e6, "Tflop/s") if floor["flops"] else (floor["bytes"] / 1e3, "GB/s")
     launches = str(ours.get("launches", ""))
-    return [time(ours["cold_us"]), warm, wall, launches, f"{rate / ours['cold_us']:.3g} {unit}"]
+    return [time(ours["cold_us"]), warm, " ".join(walls), launches, f"{rate / ours['cold_us']:.3g} {unit}"]
 
 
 def peer(who: str, numbers: Result, bars: list[Result], where: str = "") -> str:
