@@ -176,9 +176,11 @@ def test_the_most_valuable_parts_come_first_and_take_the_time_that_there_is(mach
 
 def test_a_second_command_continues_the_first(machine: Machine) -> None:
     parts = ("--parts", "values", "benchmarks", "trainer")
-    status, steps = machine.run(*parts, left="7 rows are left", fail=["grpo_trainer"])
-    benchmarks = steps["benchmarks benchmarks"]
-    assert status == 1 and (benchmarks["state"], benchmarks["why"]) == ("stopped", "7 rows are left")
+    fails, first, second = ["grpo_trainer", "benchmarks"], (), ("--resume",)
+    for options, fail, state in ((first, fails, "FAILED"), (second, fails[:1], "stopped")):
+        status, steps = machine.run(*parts, *options, left="7 rows are left", fail=fail)
+        benchmarks = steps["benchmarks benchmarks"]
+        assert status == 1 and (benchmarks["state"], benchmarks["why"]) == (state, "7 rows are left")
     (machine.work / "results" / "values_values.log").unlink()
     status, steps = machine.run(*parts, "--resume")
     assert status == 1 and steps["benchmarks benchmarks"]["state"] == "ok" and steps["values values"]["state"] == "ok"
