@@ -80,12 +80,6 @@ def turn(who: str | None) -> int:
     return 3 if who is None else 0 if who == "ours" else 2 if who.startswith("torch.compile") else 1
 
 
-def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: Result) -> None:
-    """Describes the machine as our results do, without the name of the host."""
-    machine_info.clear()
-    machine_info.update(measure.machine())
-
-
 @pytest.fixture(scope="session")
 def suite(request: pytest.FixtureRequest) -> Suite:
     return request.config.stash[SUITE]
@@ -232,11 +226,8 @@ class Suite:
         return {"runs": self.runs, "cases": [*self.cases.values()], "sweeps": [*self.sweeps.values()]}
 
     def save(self) -> None:
-        """Renames the file once it is complete, so that a run that is killed loses the row that it measures."""
         if self.path is not None:
-            partial = self.path.with_suffix(".partial")
-            partial.write_text(json.dumps(self.document(), indent=1) + "\n")
-            partial.replace(self.path)
+            measure.write(self.path, self.document())
 
     def ratios(self) -> dict[str, float]:
         rows = ((key, name, row) for key, entry in self.cases.items() for name, row in entry["providers"].items())

@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib.metadata
 import itertools
+import json
 import math
 import os
 import platform
@@ -139,6 +140,13 @@ def _output(*command: str) -> str | None:
         return None
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def write(path: Path, result: Result) -> None:
+    """Renames the file once it is complete, so that a run that is killed loses what it measures at the time."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(path)
 
 
 def ceiling(device: torch.device, copied: int = 64 * 2**20, side: int = 0) -> dict[str, float]:

@@ -506,13 +506,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"  # accelerate would take a GPU if there is one
     torch.set_num_threads(options.threads)
-
-    def save(result: dict[str, Any]) -> None:
-        if options.json is not None:
-            partial = options.json.with_suffix(".partial")
-            partial.write_text(json.dumps(result, indent=1) + "\n")
-            partial.replace(options.json)
-
+    save = functools.partial(measuring.write, options.json) if options.json is not None else lambda _: None
     result = measure(SIZES[options.device], options.device, options.steps, options.who or (), save)
     size = SIZES[options.device]
     responses = f"{size.prompts} prompts x {size.group} responses of {size.new_tokens} tokens"

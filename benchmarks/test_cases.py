@@ -2,24 +2,20 @@
 
 A case is a group of rows: ours, and each provider. A provider's row fails if its results differ from ours, or if the
 ratio of the two, measured alternately, misses a bar. `--save FILE` writes what benchmarks.tables and benchmarks.plot
-read; pytest-benchmark's own options, such as --benchmark-compare, see the times of the rows.
+read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from benchmarks import measure, tables
+from benchmarks import tables
 from benchmarks.case import Case, Sweep, with_variants
 from benchmarks.cases import cases, sweeps
 from benchmarks.conftest import SUITE, Suite
-from benchmarks.paired import repeats_for, seconds
 from tests.harness import device_error
-
-ROUNDS, TARGET = 5, 0.02  # seconds of a round, but at least one call
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -48,53 +44,20 @@ def test_case(suite: Suite, case: Case, who: str, request: pytest.FixtureRequest
     if reason := row.get("missing") or row.get("raised"):
         pytest.skip(reason)
     assert "refused" not in row, row["refused"]
-    if suite.kind == "cpu":
-        benchmark = grouped(request, f"{case.op}: {case.name}")
-        benchmark.extra_info.update({name: value for name, value in row.items() if name != "bars"})
-        time(benchmark, in_case(suite, case, who))
     assert_met(row, request.config.getoption("--report-limits"))
 
 
 @pytest.mark.parametrize("sweep", sweeps(), ids=lambda sweep: f"{sweep.op}: {sweep.name}, scaling")
 def test_scaling(suite: Suite, sweep: Sweep, request: pytest.FixtureRequest) -> None:
-    """The time at the largest size; growth over all of them is judged by bars."""
     if reason := suite.passes_over(sweep):
         pytest.skip(reason)
-    result = suite.scale(sweep)
-    if suite.kind == "cpu":
-        benchmark = grouped(request, f"{sweep.op}: {sweep.name}, scaling")
-        inputs = sweep.inputs(suite.device, sweep.sizes[-1])
-        benchmark.extra_info["exponent"] = result["exponent"]
-        time(benchmark, lambda: sweep.ours(inputs))
-    assert_met(result, request.config.getoption("--report-limits"))
+    assert_met(suite.scale(sweep), request.config.getoption("--report-limits"))
 
 
 @pytest.mark.quick
 def test_a_steady_ratio_is_near_the_baseline(suite: Suite, case: Case, who: str) -> None:
     ratio, least = suite.compare_with_baseline(case, who)
     assert ratio >= least, f"{who} takes {ratio:.2f} times our time; the baseline allows {least:.2f}"
-
-
-def in_case(suite: Suite, case: Case, who: str) -> Callable[[], Any]:
-    """The call of a row; a provider that has smaller inputs is timed on these."""
-    if who == "ours":
-        return measure.in_turn(case.ours, suite.inputs(case))
-    provider = case.provider(who)
-    sets = suite.inputs(case) if provider.few is None else [provider.few(suite.device, 0)]
-    return measure.in_turn(provider.call, sets)
-
-
-def grouped(request: pytest.FixtureRequest, group: str) -> Any:
-    """pytest-benchmark, for a table of its own; a GPU's minutes are too dear to time everything twice."""
-    benchmark = request.getfixturevalue("benchmark")
-    benchmark.group = group
-    return benchmark
-
-
-def time(benchmark: Any, call: Callable[[], Any]) -> None:
-    """Rounds of calls for pytest-benchmark's table."""
-    iterations, rounds = repeats_for(call, TARGET), max(1, min(ROUNDS, int(1 / seconds(call, 1))))
-    benchmark.pedantic(call, rounds=rounds, iterations=iterations)
 
 
 def assert_met(result: dict[str, Any], is_reported: bool = False) -> None:

@@ -1,7 +1,7 @@
 """Checks everything that needs a GPU in one command, without a network, most valuable parts first.
 
-    python -m tools.gpu_check [--seconds 600] [--parts PART ...] [--resume [ARCHIVE]] [--device cpu] [--list]
-    python -m tools.gpu_check --variants linear_policy_loss grpo_kernels.ops.linear_head.sizes.NAME=832,1024
+    python -m tools.gpu_check [--seconds 600] [--parts PART ...] [--resume [ARCHIVE]] [--device cpu]
+    python -m tools.gpu_check --variants linear_policy_loss grpo_kernels.ops.linear_head.sizes.TILE_TOKENS=64,128
 
 build      the libraries for this GPU, in place, unless the one that is there loads
 values     each kernel's cases against float64
@@ -49,7 +49,7 @@ NEEDS = {
     "compile": ("setuptools>=77", "cmake>=3.25", "ninja"),
     "values": TESTS,
     "tests": TESTS,
-    "benchmarks": ("pytest-benchmark>=5", *TESTS),
+    "benchmarks": TESTS,
     "sanitizer": ("compute-sanitizer",),
     "trainer": ("transformers>=5.5", "datasets>=4", "pydantic>=2.7", "scipy>=1.15", "matplotlib", "peft"),
     "step": ("datasets", "transformers>=5.5", "trl"),
@@ -260,7 +260,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--variants", nargs=2, metavar=("OP", "MODULE.NAME=VALUE,..."), help="build, and time an op with each value"
     )
-    parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
     options = parser.parse_args(arguments)
     began, results = time.monotonic(), WORK / "results"
     parts = options.parts or (["build", "benchmarks"] if options.variants else [*PARTS])
@@ -277,11 +276,6 @@ def main(arguments: list[str] | None = None) -> None:
         machine.pop("gpu", None)
     elif "build" in parts and machine["kernels"]["cuda"] != "ok" and (what := lacking("compile")):
         raise SystemExit(f"gpu-check: build needs {what}, or a CUDA library that loads (tools/gpu_wheels.sh)")
-    if options.list:
-        for part in parts:
-            for step in steps(part, machine, PARTS[part], options.variants):
-                print(f"{part:<11}{step.name:<11}{PARTS[part]:4} s  {' '.join(step.command)}")
-        return
     if options.resume is None:
         shutil.rmtree(results, ignore_errors=True)  # results of another run would count
     results.mkdir(parents=True, exist_ok=True)
