@@ -20,12 +20,11 @@ import torch
 from matplotlib.axes import Axes
 
 import grpo_kernels as gk
-from benchmarks import conftest, measure, plot, tables
+from benchmarks import conftest, measure, plot, tables, test_cases
 from benchmarks.case import Bar, Case, Floor, Provider, Same, Sweep, with_variants
 from benchmarks.cases import OPS, cases, sweeps
 from benchmarks.conftest import Suite
 from benchmarks.paired import Ratio, least
-from benchmarks.test_cases import assert_met
 from tests.test_layout import OPS as PACKAGE_OPS
 
 CPU = torch.device("cpu")
@@ -113,9 +112,11 @@ def test_rows_of_a_case_are_measured_judged_and_stored(tmp_path: Path) -> None:
     assert [entry["ours"]["run"], entry["providers"]["mean"]["run"]] == [0, 0]
     assert entry["providers"]["mean"]["ratio"] == mean["ratio"] and len(entry["bars"]) == 2
     with pytest.raises(AssertionError, match="limit at least"):
-        assert_met({"bars": [measure.judged(Bar("ratio at least", 1e9, "mean"), case, entry, None)]})
+        test_cases.assert_met({"bars": [measure.judged(Bar("ratio at least", 1e9, "mean"), case, entry, None)]})
     with pytest.raises(pytest.xfail.Exception, match="limit at least"):
-        assert_met({"bars": [measure.judged(Bar("ratio at least", 1e9, "mean"), case, entry, None)]}, is_reported=True)
+        test_cases.assert_met(
+            {"bars": [measure.judged(Bar("ratio at least", 1e9, "mean"), case, entry, None)]}, is_reported=True
+        )
 
 
 def test_a_peer_with_other_results_is_refused_and_not_timed() -> None:
@@ -316,6 +317,33 @@ def test_a_peer_that_raises_is_a_row_with_its_reason(tmp_path: Path) -> None:
     (entry,) = json.loads((tmp_path / "a.json").read_text())["cases"]
     assert entry["providers"]["broken"]["raised"] and entry["bars"][0]["held"] is None
     assert "broken: ModuleNotFoundError: No module named 'cutlass'" in tables.text_of(suite.document())
+
+
+def test_a_peer_that_breaks_the_gpu_ends_the_run_and_another_that_raises_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("an illegal memory access")
+
+    suite, case = suite_of(), small_case(providers=(Provider("broken", broken), Provider("again", broken)), bars=())
+    for who, error, outcome in (("broken", "", pytest.skip.Exception), ("again", "sticky", pytest.exit.Exception)):
+        monkeypatch.setattr(test_cases, "device_error", lambda error=error: error)
+        # a skip that nothing expects would skip this test
+        with pytest.raises((pytest.skip.Exception, pytest.exit.Exception)) as ended:
+            test_cases.test_case(suite, case, who, None)
+        assert isinstance(ended.value, outcome) and (error or "an illegal memory access") in str(ended.value)
+
+
+def test_a_machine_that_tells_no_clock_loses_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any) -> Any:
+        raise RuntimeError("not permitted")
+
+    clock = measure.HostClock()
+    monkeypatch.setattr(clock, "clock_rate", refuses, raising=False)
+    monkeypatch.setattr(measure, "cuda", clock)
+    monkeypatch.setattr(measure, "launches", refuses)
+    row = suite_of().measure(small_case(), "ours")
+    assert "cold_us" in row and not {"sm_mhz", "launches"} & row.keys()
 
 
 def test_a_gpu_has_the_times_of_the_host_and_the_launches(monkeypatch: pytest.MonkeyPatch) -> None:
