@@ -58,7 +58,6 @@ class Provider:
     ours: Call | None = None  # our call with this peer's conventions, if they differ from the case's
     few: Make | None = None  # smaller inputs for a provider that would take minutes on ours
     share: float = 1.0  # of the case's work that the smaller inputs hold
-    lacks: Callable[[], str] = lambda: ""  # reason why the installed version cannot run, or ""
 
     def missing(self, device: str) -> str:
         """Reason why the provider cannot run here, or ""."""
@@ -66,7 +65,7 @@ class Provider:
             return f"not made for the device {device}"
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed"
-        return self.lacks()
+        return ""
 
 
 # A ratio is a provider's time over ours and a cost its inverse; microseconds are the best of ten times, or a GPU's

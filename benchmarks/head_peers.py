@@ -166,10 +166,6 @@ def cut_cross_entropy(i: Inputs) -> tuple[Tensor, ...]:
     return i.gradients(linear_cross_entropy(i.hidden, i.weight, i.targets))
 
 
-def lacks_fused() -> str:
-    return "" if hasattr(F, "linear_cross_entropy") else f"torch {torch.__version__} has no F.linear_cross_entropy"
-
-
 def peers(with_entropy: Call) -> tuple[Provider, ...]:
     """The peers; verl's head always computes entropies, so that it is compared with our call `with_entropy`."""
     return tuple(dataclasses.replace(p, ours=with_entropy) if p.name == "verl" else p for p in _PEERS)
@@ -177,8 +173,8 @@ def peers(with_entropy: Call) -> tuple[Provider, ...]:
 
 _PEERS = (
     Provider("naive autograd", naive),
-    Provider("F.linear_cross_entropy", torch_fused, lacks=lacks_fused),
-    Provider("F.linear_cross_entropy, chunked", torch_chunked, lacks=lacks_fused),
+    Provider("F.linear_cross_entropy", torch_fused),
+    Provider("F.linear_cross_entropy, chunked", torch_chunked),
     Provider("trl", trl, package="trl"),
     Provider("verl", verl, package="verl"),
     Provider("torch.compile", torch.compile(naive, dynamic=False), devices=("cuda",)),

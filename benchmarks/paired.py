@@ -43,10 +43,14 @@ def paired(ours: Call, theirs: Call, pairs: int = 15, target: float = 0.02) -> R
     """Times both sides alternately, for about `target` seconds per side of a pair, but at least once."""
     repeats = [repeats_for(call, target) for call in (ours, theirs)]
     times = [(seconds(ours, repeats[0]), seconds(theirs, repeats[1])) for _ in range(pairs)]
-    ratios = sorted(b / a for a, b in times)
-    ours_time, theirs_time = (statistics.median(side) * 1e6 for side in zip(*times, strict=True))
-    tenth = len(ratios) // 10
-    return Ratio(ours_time, theirs_time, statistics.median(ratios), ratios[tenth], ratios[-1 - tenth])
+    ours_time, theirs_time = (statistics.median(side) for side in zip(*times, strict=True))
+    return ratio_of(times, ours_time, theirs_time, statistics.median(b / a for a, b in times))
+
+
+def ratio_of(times: list[tuple[float, float]], ours: float, theirs: float, ratio: float) -> Ratio:
+    """Microseconds of both sides, and the ratio with the range of the pairs', without the outer tenths."""
+    ratios, tenth = sorted(b / a for a, b in times), len(times) // 10
+    return Ratio(ours * 1e6, theirs * 1e6, ratio, ratios[tenth], ratios[-1 - tenth])
 
 
 def least(ours: Call, theirs: Call, pairs: int) -> Ratio:
@@ -59,10 +63,9 @@ def least(ours: Call, theirs: Call, pairs: int) -> Ratio:
     torch.set_num_threads(1)
     try:
         ours(), theirs()
-        times = [tuple(seconds(call, 1, time.process_time) for call in (ours, theirs)) for _ in range(pairs)]
+        clock = time.process_time
+        times = [(seconds(ours, 1, clock), seconds(theirs, 1, clock)) for _ in range(pairs)]
     finally:
         torch.set_num_threads(threads)
-    ratios = sorted(b / a for a, b in times)
-    ours_time, theirs_time = (min(side) * 1e6 for side in zip(*times, strict=True))
-    tenth = len(ratios) // 10
-    return Ratio(ours_time, theirs_time, theirs_time / ours_time, ratios[tenth], ratios[-1 - tenth])
+    ours_time, theirs_time = (min(side) for side in zip(*times, strict=True))
+    return ratio_of(times, ours_time, theirs_time, theirs_time / ours_time)

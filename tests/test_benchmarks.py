@@ -145,7 +145,6 @@ def test_a_provider_that_cannot_run_has_a_reason() -> None:
     reasons = {
         "no_such_package is not installed": Provider("absent", torch.sum, package="no_such_package"),
         "not made for the device cpu": Provider("gpu", torch.sum, devices=("cuda",)),
-        "torch 2.11 has none": Provider("new", torch.sum, lacks=lambda: "torch 2.11 has none"),
     }
     for reason, provider in reasons.items():
         assert measure.verdict(small_case(), provider, CPU) == {"missing": reason}
