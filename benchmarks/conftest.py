@@ -80,6 +80,12 @@ def turn(who: str | None) -> int:
     return 3 if who is None else 0 if who == "ours" else 2 if who.startswith("torch.compile") else 1
 
 
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: Result) -> None:
+    """Describes the machine as our results do, without the name of the host."""
+    machine_info.clear()
+    machine_info.update(measure.machine())
+
+
 @pytest.fixture(scope="session")
 def suite(request: pytest.FixtureRequest) -> Suite:
     return request.config.stash[SUITE]

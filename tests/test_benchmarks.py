@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -378,7 +379,9 @@ def test_a_private_switch_is_a_row_for_each_of_its_values(monkeypatch: pytest.Mo
 
 def benchmarks(*options: str) -> str:
     command = [sys.executable, "-m", "pytest", "benchmarks", "-p", "no:cacheprovider", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    # with the name of a worker of xdist in its environment, pytest-benchmark shows nothing
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment).stdout
 
 
 def test_a_rehearsal_of_a_gpu(tmp_path: Path) -> None:
@@ -401,7 +404,7 @@ def test_a_rehearsal_of_a_gpu(tmp_path: Path) -> None:
 
 def test_pytest_benchmarks(tmp_path: Path) -> None:
     out = benchmarks("--op", "policy_loss", "-k", "16 and not many", "--save", str(tmp_path / "a.json"))
-    assert "3 passed" in out
+    assert "3 passed" in out and "benchmark 'policy_loss: one token in 16, packed': 3 tests" in out
     assert "| `policy_loss`, one token in 16, packed | " in out and "<br>the same by a mask" in out
     (case,) = json.loads((tmp_path / "a.json").read_text())["cases"]
     assert case["ours"]["us"] > 0 and case["providers"]["all tokens"]["ratio"] > 0

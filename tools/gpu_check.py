@@ -49,7 +49,7 @@ NEEDS = {
     "compile": ("setuptools>=77", "cmake>=3.25", "ninja"),
     "values": TESTS,
     "tests": TESTS,
-    "benchmarks": TESTS,
+    "benchmarks": ("pytest-benchmark>=5", *TESTS),
     "sanitizer": ("compute-sanitizer",),
     "trainer": ("transformers>=5.5", "datasets>=4", "pydantic>=2.7", "scipy>=1.15", "matplotlib", "peft"),
     "step": ("datasets", "transformers>=5.5", "trl"),

@@ -11,7 +11,7 @@ packages=("${@:2}")
 if [ ${#packages[@]} -eq 0 ]; then
   packages=(setuptools packaging pytest pluggy iniconfig pytest-xdist execnet hypothesis sortedcontainers trl datasets
     dill multiprocess verl tensordict pyvers orjson importlib-metadata omegaconf antlr4-python3-runtime codetiming
-    liger-kernel cut-cross-entropy fastcluster rouge-score nltk vaderSentiment peft rich
+    liger-kernel cut-cross-entropy fastcluster pytest-benchmark py-cpuinfo rouge-score nltk vaderSentiment peft rich
     pydantic pydantic-core annotated-types typing-inspection typing-extensions)
   # a library that is carried need not be built
   [ -e grpo_kernels/libgrpo_kernels_cuda.so ] || packages+=(cmake ninja)
