@@ -9,12 +9,18 @@ from typing import Any
 from trl import GRPOConfig
 
 import grpo_kernels as gk
+from grpo_kernels import checks
 
 logger = logging.getLogger(__name__)
 # Fields of a LossConfig that describe its policy term. GRPOConfig has the others.
 POLICY_TERM = (
     *("loss", "ratio", "clip_low", "clip_high", "dual_clip", "delta", "ratio_cap", "sapo_temperatures", "vespo_shape"),
     *("dro_beta", "log_ratio_clamp"),
+)
+# Inputs of TRL's forward beside ids and masks.
+IMAGES = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
 )
 # Fields of GRPOConfig that describe the policy term of loss_type.
 _REPLACED = (
@@ -150,3 +156,31 @@ def check_segments(trainer: Any) -> None:
     for name, value, holds, rule in rules:
         if not holds:
             raise ValueError(f"FusedGRPOTrainer: {name} {rule}, got {value!r}")
+
+
+def check_batching(trainer: Any, batching: str, micro_batch_tokens: int | None) -> None:
+    """Refuses settings that read rows of one micro-batch together, where rows are dealt by length."""
+    if micro_batch_tokens is not None:
+        if checks.integer("FusedGRPOTrainer", "micro_batch_tokens", micro_batch_tokens) < 1:
+            raise ValueError(f"FusedGRPOTrainer: micro_batch_tokens must be at least 1, got {micro_batch_tokens}")
+        if batching == "trl":
+            raise ValueError(
+                f"FusedGRPOTrainer: micro_batch_tokens must be None with batching='trl', got {micro_batch_tokens}; "
+                "batching='by_length' takes it"
+            )
+    if batching == "trl":
+        return
+    bonus = trainer._entropy_bonus_enabled and trainer.entropy_mean == "micro_batch"
+    rules = [
+        ("segments", trainer.segments, trainer.segments is None, "must be None"),
+        ("loss", trainer.loss_function, trainer.loss_function is None, "must not be a function"),
+        ("top_entropy_quantile", trainer.top_entropy_quantile, trainer.top_entropy_quantile == 1.0, "must be 1.0"),
+        ("entropy_mean", trainer.entropy_mean, not bonus, "must be 'batch' for an entropy bonus"),
+        ("router_aux_loss_coef", trainer.aux_loss_enabled, not trainer.aux_loss_enabled, "must be 0"),
+    ]
+    for name, value, holds, rule in rules:
+        if not holds:
+            raise ValueError(
+                f"FusedGRPOTrainer: {name} {rule} with batching='by_length', whose micro-batches hold other rows than "
+                f"TRL's, got {value!r}"
+            )

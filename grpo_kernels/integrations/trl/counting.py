@@ -12,6 +12,8 @@ import grpo_kernels as gk
 
 FIELD = "rollout"  # of what a rollout_func returns
 WEIGHTS = "loss_weights"  # of the inputs of a micro-batch
+# Losses that TRL divides by the tokens of the whole generation batch instead of the micro-batch's.
+BY_ALL_TOKENS = ("dapo", "cispo", "vespo")
 
 
 class Rollouts:

@@ -110,11 +110,19 @@ def padded_logprobs(head: HeadInputs, scored: Tensor, backend: str | None) -> tu
     places = _places(head, scored)
     values, entropy = logprobs(head, ("entropy",), backend)
     assert entropy is not None
+    return _padded(values, places, scored), _padded(entropy, places, scored)
 
-    def padded(value: Tensor) -> Tensor:
-        return value.new_zeros(scored.numel()).index_put((places,), value).view(scored.shape)
 
-    return padded(values), padded(entropy)
+def _padded(values: Tensor, places: Tensor, scored: Tensor) -> Tensor:
+    return values.new_zeros(scored.numel()).index_put((places,), values).view(scored.shape)
+
+
+def padded_tokens(metrics: gk.PolicyLossMetrics, scored: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [B, T] that packed_policy_loss measured."""
+    assert metrics.logprobs is not None and metrics.entropy is not None
+    places = scored.reshape(-1).nonzero().squeeze(1)
+    logprobs, entropy = (values[: len(places)] for values in (metrics.logprobs, metrics.entropy))
+    return _padded(logprobs, places, scored), _padded(entropy, places, scored)
 
 
 def packed_policy_loss(head: HeadInputs, tokens: TokenInputs, scored: Tensor, **options: Any) -> gk.PolicyLoss:

@@ -9,7 +9,7 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,13 @@ from trl.models.utils import disable_gradient_checkpointing
 
 import grpo_kernels as gk
 from grpo_kernels.checks import instance, unknown
-from grpo_kernels.integrations.trl import composed, counting
+from grpo_kernels.integrations.trl import by_length, composed, counting
 from grpo_kernels.integrations.trl import head as fused_head
 from grpo_kernels.integrations.trl.arguments import (
+    IMAGES,
     POLICY_TERM,
     check_advantages,
+    check_batching,
     check_loss,
     check_segments,
     check_settings,
@@ -32,15 +34,34 @@ from grpo_kernels.integrations.trl.installed import refuse_other_trl
 
 _THRESHOLD = "segment_threshold.json"  # in a checkpoint
 _SEGMENTS = "num_segments_in_batch"  # of inputs, as TRL's num_items_in_batch: of the generation batch of all processes
-# Losses that TRL divides by the tokens of the whole generation batch instead of the micro-batch's.
-_BY_ALL_TOKENS = ("dapo", "cispo", "vespo")
 _ADVANTAGES = {"group": "trl-group", "batch": "trl-batch", "none": "trl-none"}
 _CHOICES = {
     "head": fused_head.HEADS,
     "masked_rows": ("leave_out", "vote"),
     "flat_groups": ("keep", "leave_out"),
     "entropy_mean": ("micro_batch", "batch"),
+    "batching": ("trl", "by_length"),
 }
+
+
+class _Measured(NamedTuple):
+    """The loss of a micro-batch, log-probs and entropies [B, T], and the load-balancing loss of experts."""
+
+    result: gk.PolicyLoss
+    tokens: tuple[Tensor, Tensor] | None
+    aux_loss: Tensor | None
+
+
+class _Record(NamedTuple):
+    """What is logged of a micro-batch.
+
+    Attributes:
+        metrics: of the loss
+        others: [4], the sum and number of entropies, the number of rows left out, and the load-balancing loss
+    """
+
+    metrics: gk.PolicyLossMetrics
+    others: Tensor
 
 
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -65,6 +86,10 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             loss, neither in its KL term and entropy bonus nor in what it divides by
         entropy_mean: the entropy bonus is a mean over the tokens of a "micro_batch", as TRL's, in which a token weighs
             more the fewer others there are, or of the "batch" of all micro-batches and processes
+        batching: "trl" pads every micro-batch to the longest response of the generation batch; "by_length" deals the
+            rows of one optimizer step by length and leaves out those without a gradient, with the same gradient
+        micro_batch_tokens: with "by_length", tokens that a micro-batch may have, padding included, so that fewer and
+            fuller ones run; None means as many micro-batches as TRL's
         backend: "kernel" or "reference"; None means the kernel where there is one
     """
 
@@ -84,6 +109,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         masked_rows: str = "leave_out",
         flat_groups: str = "keep",
         entropy_mean: str = "micro_batch",
+        batching: str = "trl",
+        micro_batch_tokens: int | None = None,
         backend: str | None = None,
         **options: Any,
     ) -> None:
@@ -117,6 +144,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if isinstance(loss, gk.LossConfig):
             check_loss(loss)
         chosen = {"head": head, "masked_rows": masked_rows, "flat_groups": flat_groups, "entropy_mean": entropy_mean}
+        chosen |= {"batching": batching}
         for name, choice in chosen.items():
             if choice not in _CHOICES[name]:
                 raise unknown("FusedGRPOTrainer", name, choice, _CHOICES[name])
@@ -144,6 +172,10 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         check_settings(self)
         if segments is not None:
             check_segments(self)
+        check_batching(self, batching, micro_batch_tokens)
+        self.dealer = by_length.Dealer(self, micro_batch_tokens) if batching == "by_length" else None
+        if self.dealer is not None:
+            self.add_callback(self.dealer)
         self._loss_config(0.0)  # refuses unsupported settings now rather than at the first step
 
     # ------------------------------------------------------------------------------------------------ rewards
@@ -298,10 +330,14 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     # --------------------------------------------------------------------------------------------------- loss
 
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)
+        return inputs if self.dealer is None or not self.model.training else self.dealer.next()
+
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         mode = "train" if self.model.training else "eval"
         steps = self.current_gradient_accumulation_steps if mode == "train" else 1
-        by_all = self.loss_type in _BY_ALL_TOKENS
+        by_all = self.loss_type in counting.BY_ALL_TOKENS
         bonus = self._entropy_coefficient()
         # the bonus is a mean over the micro-batch's tokens, whatever the policy term's divisor
         config = self._loss_config(bonus / steps if by_all else bonus)
@@ -311,20 +347,53 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             share = (steps / self.args.steps_per_generation if mode == "train" else 1) / self.accelerator.num_processes
             normalizer = {unit: count.clamp(min=1.0) * share for unit, count in counts.items() if count is not None}
         options = {"config": config, "normalizer": normalizer, "backend": self.kernel_backend}
-        result, aux_loss = self._policy_loss(model, inputs, options)
-        loss = result.loss if by_all else result.loss / steps
-        if self.aux_loss_enabled:
-            assert aux_loss is not None
-            loss = loss + self.router_aux_loss_coef * aux_loss / steps
-        self._log_loss(mode, result.metrics, aux_loss)
+        measured = None
+        if by_length.is_empty(inputs):
+            loss = torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        else:
+            measured = self._policy_loss(model, inputs, options)
+            loss = measured.result.loss if by_all else measured.result.loss / steps
+            if self.aux_loss_enabled:
+                assert measured.aux_loss is not None
+                loss = loss + self.router_aux_loss_coef * measured.aux_loss / steps
+        if self.dealer is None or mode == "eval":
+            assert measured is not None
+            self._log_losses(mode, [self._record(measured.result.metrics, measured.aux_loss)])
+        elif originals := self.dealer.measured(inputs, None if measured is None else measured.tokens):
+            self._log_losses(mode, [self._record_original(part, options) for part in originals])
         return loss
 
-    def _policy_loss(
-        self, model: Any, inputs: dict[str, Any], options: dict[str, Any]
-    ) -> tuple[gk.PolicyLoss, Tensor | None]:
-        """The loss of a micro-batch, and the load-balancing loss of a mixture of experts."""
+    def _policy_loss(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> _Measured:
+        if self.head == "fused":
+            results: list[tuple[gk.PolicyLoss, tuple[Tensor, Tensor] | None]] = []
+
+            def compute(head: fused_head.HeadInputs, outputs: Sequence[str]) -> tuple[Tensor, None]:
+                scored = inputs["completion_mask"] != 0
+                if composed.needs_logprobs(self):
+                    tokens = fused_head.padded_logprobs(head, scored, self.kernel_backend)
+                    results.append((self._compose(inputs, *tokens, options), tokens))
+                else:
+                    result = fused_head.packed_policy_loss(head, self._token_inputs(inputs), scored, **options)
+                    is_dealt = self.dealer is not None
+                    results.append((result, fused_head.padded_tokens(result.metrics, scored) if is_dealt else None))
+                return results[-1][0].loss.expand(len(head.targets)), None  # the outputs must depend on the head
+
+            scoring, self._head_call = self._head_call, compute
+            try:
+                _, _, aux_loss = self._forward(model, inputs, with_aux_loss=self.aux_loss_enabled)
+            finally:
+                self._head_call = scoring
+            ((result, tokens),) = results
+            return _Measured(result, tokens, aux_loss)
+        logprobs, entropy, aux_loss = self._forward(
+            model, inputs, with_entropy=True, with_aux_loss=self.aux_loss_enabled
+        )
+        assert entropy is not None
+        return _Measured(self._compose(inputs, logprobs, entropy, options), (logprobs, entropy), aux_loss)
+
+    def _token_inputs(self, inputs: dict[str, Any]) -> fused_head.TokenInputs:
         corrected = self.use_vllm and self.vllm_importance_sampling_correction
-        tokens = fused_head.TokenInputs(
+        return fused_head.TokenInputs(
             old_logprobs=inputs.get("old_per_token_logps"),
             advantages=inputs["advantages"],
             mask=counting.loss_mask(inputs),
@@ -334,41 +403,19 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             weights=inputs.get(counting.WEIGHTS),
         )
 
+    def _compose(
+        self, inputs: dict[str, Any], logprobs: Tensor, entropy: Tensor, options: dict[str, Any]
+    ) -> gk.PolicyLoss:
+        """The loss of log-probs and entropies [B, T]."""
         batch_share = None
         if composed.has_bonus_of_batch(self):
             batches = self.args.steps_per_generation if self.model.training else 1
             batch_share = inputs["num_items_in_batch"].clamp(min=1.0) / (batches * self.accelerator.num_processes)
-
-        def compose(logprobs: Tensor, entropy: Tensor) -> gk.PolicyLoss:
-            sampler = inputs.get("sampling_per_token_logps")
-            result, self._kept_entropy = composed.policy_loss(
-                self, logprobs, entropy, tokens, sampler, batch_share, options
-            )
-            return result
-
-        if self.head == "fused":
-            results: list[gk.PolicyLoss] = []
-
-            def compute(head: fused_head.HeadInputs, outputs: Sequence[str]) -> tuple[Tensor, None]:
-                scored = inputs["completion_mask"] != 0
-                if composed.needs_logprobs(self):
-                    results.append(compose(*fused_head.padded_logprobs(head, scored, self.kernel_backend)))
-                else:
-                    results.append(fused_head.packed_policy_loss(head, tokens, scored, **options))
-                return results[-1].loss.expand(len(head.targets)), None  # the outputs must depend on the head
-
-            scoring, self._head_call = self._head_call, compute
-            try:
-                _, _, aux_loss = self._forward(model, inputs, with_aux_loss=self.aux_loss_enabled)
-            finally:
-                self._head_call = scoring
-            (result,) = results
-            return result, aux_loss
-        logprobs, entropy, aux_loss = self._forward(
-            model, inputs, with_entropy=True, with_aux_loss=self.aux_loss_enabled
+        tokens, sampler = self._token_inputs(inputs), inputs.get("sampling_per_token_logps")
+        result, self._kept_entropy = composed.policy_loss(
+            self, logprobs, entropy, tokens, sampler, batch_share, options
         )
-        assert entropy is not None
-        return compose(logprobs, entropy), aux_loss
+        return result
 
     def _forward(
         self,
@@ -378,18 +425,6 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         with_aux_loss: bool = False,
         rows: int | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        named = (
-            "pixel_values",
-            "image_grid_thw",
-            "num_images",
-            "pixel_attention_mask",
-            "spatial_shapes",
-            "num_tiles",
-            "image_sizes",
-            "token_type_ids",
-            "mm_token_type_ids",
-            "image_position_ids",
-        )
         results: tuple[Tensor, Tensor | None, Tensor | None] = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
@@ -398,17 +433,27 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             batch_size=rows,
             compute_entropy=with_entropy,
             compute_aux_loss=with_aux_loss,
-            **{name: inputs.get(name) for name in named},
+            **{name: inputs.get(name) for name in IMAGES},
         )
         return results
 
     def _get_per_token_logps_and_entropies(
-        self, *arguments: Any, **options: Any
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As TRL's, with our head if it is the fused one."""
+        """As TRL's, with our head if it is the fused one, and by length where many rows are only scored."""
         results: tuple[Tensor, Tensor | None, Tensor | None]
+        call, tokens = super()._get_per_token_logps_and_entropies, (input_ids, attention_mask, logits_to_keep)
         with fused_head.head_calls(self._head_call) if self.head == "fused" else contextlib.nullcontext():
-            results = super()._get_per_token_logps_and_entropies(*arguments, **options)
+            if self.dealer is None or batch_size is None or any(value is not None for value in options.values()):
+                results = call(model, *tokens, batch_size, **options)
+            else:
+                results = by_length.score(call, self.dealer, model, *tokens, batch_size)
         return results
 
     def _loss_config(self, entropy_coef: float) -> gk.LossConfig:
@@ -447,16 +492,46 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             return 0.0
         return float(self.entropy_coef)
 
-    def _log_loss(self, mode: str, metrics: Any, aux_loss: Tensor | None) -> None:
-        """Logs TRL's metrics under TRL's names, from one gathered vector."""
-        aux = metrics.tensor.new_zeros(1) if aux_loss is None else aux_loss.detach().to(metrics.tensor).view(1)
+    def _record(self, metrics: gk.PolicyLossMetrics, aux_loss: Tensor | None) -> _Record:
         kept = torch.stack([metrics["entropy_sum"], metrics["tokens"]])
         if self.top_entropy_quantile < 1.0:
             assert self._kept_entropy is not None
             kept = self._kept_entropy.to(kept)
-        gathered = self.accelerator.gather(torch.cat([metrics.tensor, kept, aux])[None]).cpu()
-        merged = metrics.merged(gathered[:, :-3])
+        aux = kept.new_zeros(1) if aux_loss is None else aux_loss.detach().to(kept).view(1)
+        return _Record(metrics, torch.cat([kept, kept.new_zeros(1), aux]))
+
+    def _record_original(self, part: by_length.Original, options: dict[str, Any]) -> _Record:
+        """The record of a micro-batch as TRL makes it. Rows that did not run have no entropy, and no part in phi."""
+        inputs, logprobs, entropy, has_run = part
+        index = has_run.nonzero().squeeze(1).to(logprobs.device)
+        num_tokens = counting.loss_mask(inputs)[index].sum()
+        if self.loss_type == "vespo":
+            inputs, logprobs, entropy = by_length.at(inputs, index), logprobs[index], entropy[index]
+        with torch.no_grad():
+            metrics = self._compose(inputs, logprobs, entropy, options).metrics
+        others = metrics.tensor.new_tensor([0.0, 0.0, len(has_run) - len(index), 0.0])
+        others[0], others[1] = metrics["entropy_sum"], num_tokens
+        return _Record(metrics, others)
+
+    def _log_losses(self, mode: str, records: Sequence[_Record]) -> None:
+        """Logs TRL's metrics of micro-batches under TRL's names, from one gathered vector."""
+        vectors = torch.stack([torch.cat([record.metrics.tensor, record.others]) for record in records])
+        left_out = 0.0
+        for number, gathered in enumerate(self.accelerator.gather(vectors[None]).cpu().unbind(1), 1):
+            self._log_loss(mode, records[0].metrics.merged(gathered[:, :-4]), gathered, number == len(records))
+            left_out += float(gathered[:, -2].sum())
+        if self.dealer is not None and mode == "train":
+            self._metrics[mode]["by_length/rows_left_out"].append(left_out)
+
+    def _log_loss(self, mode: str, merged: gk.PolicyLossMetrics, gathered: Tensor, is_last: bool) -> None:
+        """Logs the metrics of a micro-batch of all processes."""
         values, log = merged.trl(), self._metrics[mode]
+        entropy, tokens = gathered[:, -4:-2].sum(0).tolist()
+        if self.dealer is not None and mode == "train":
+            values["entropy"] = entropy / max(tokens, 1)
+            if tokens == 0:  # no row ran
+                values.pop("entropy")
+                values.pop("vespo/phi_seq_mean", None)
         values.pop("entropy_coef", None)
         policy = values.pop("policy_loss", merged.to_dict()["policy_loss"] + self.beta * merged.to_dict()["kl_loss"])
         for name, value in values.items():
@@ -466,15 +541,16 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if not self._entropy_bonus_enabled:
             return
         log["policy_loss"].append(policy / len(gathered))
+        ends_step = is_last and self.accelerator.sync_gradients
         if self.use_adaptive_entropy and mode == "train":
-            self._adapt_entropy(gathered[:, -3:-1].sum(0))
-        if mode == "train" and self.accelerator.sync_gradients:
+            self._adapt_entropy(gathered[:, -4:-2].sum(0), ends_step)
+        if mode == "train" and ends_step:
             log["entropy_coef"].append(self.entropy_coef)
 
-    def _adapt_entropy(self, sum_and_count: Tensor) -> None:
+    def _adapt_entropy(self, sum_and_count: Tensor, ends_step: bool) -> None:
         """Sets the coefficient of the next step from the entropy of all tokens of this one."""
         self._entropy_window += sum_and_count
-        if not self.accelerator.sync_gradients:
+        if not ends_step:
             return
         entropy = float(self._entropy_window[0] / self._entropy_window[1].clamp(min=1.0))
         step = self.args.entropy_coef_delta

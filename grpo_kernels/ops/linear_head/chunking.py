@@ -12,7 +12,6 @@ from grpo_kernels.ops.linear_head.loss_op import Chunking
 from grpo_kernels.ops.linear_head.sizes import tokens_per_chunk
 from grpo_kernels.ops.policy_loss.arguments import Layout
 from grpo_kernels.ops.policy_loss.config import LossConfig
-from grpo_kernels.ops.policy_loss.losses import LOSSES
 from grpo_kernels.ops.policy_loss.reference import Policy
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 from grpo_kernels.shared_positions import add_up
@@ -87,10 +86,9 @@ def split_tokens(
     takes_part = policy.mask
     assert takes_part is not None
     has_grad = takes_part
-    has_other_terms = config.kl_coef != 0 or config.entropy_coef != 0 or LOSSES[config.loss].has_other_terms
     by_token = policy.advantages.shape == layout.shape
     # through a sequence ratio every token gets a gradient from all terms of its sequence
-    if not has_other_terms and not (by_token and config.couples_tokens):
+    if not config.has_other_terms and not (by_token and config.couples_tokens):
         advantages = policy.advantages if by_token else _expand_rows(policy.advantages, layout, policy)
         has_grad = takes_part & (advantages != 0)
         if policy.policy_mask is not None and not config.couples_tokens:

@@ -159,7 +159,7 @@ def loss_forward(
     shard: Shard | None = None,
     term: Term | None = None,
 ) -> tuple[Tensor, ...]:
-    """Loss, metrics, and the gradients of the head's factors."""
+    """Loss, metrics, log-probs and entropies of the tokens, and the gradients of the head's factors."""
     head, policy, chunking, needs = inputs.head, inputs.policy, inputs.chunking, inputs.needs
     if shard is not None:
         head = shard.part(head)
@@ -199,20 +199,23 @@ def loss_forward(
         by_factors = gradients.finish()
         if shard is not None:
             shard.complete(by_factors, needs)
-        return loss, metrics, *by_factors
+        entropy = metrics.new_empty(0) if batch.entropy is None else batch.entropy
+        return loss, metrics, batch.logprobs, entropy, *by_factors
 
 
 def _fake_loss(inputs: HeadLoss) -> tuple[Tensor, ...]:
     head = inputs.head
     loss = head.hidden.new_empty((), dtype=head.wide)
     metrics = head.hidden.new_empty(len(METRICS), dtype=torch.float64)
-    return loss, metrics, *fake_gradients(head, inputs.needs)
+    logprobs = head.hidden.new_empty(len(head.hidden), dtype=head.wide)
+    entropy = torch.empty_like(logprobs) if inputs.chunking.want_entropy else metrics.new_empty(0)
+    return loss, metrics, logprobs, entropy, *fake_gradients(head, inputs.needs)
 
 
 LOSS = registry.ComposedOp(
     "linear_policy_loss",
     HeadLoss,
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({', '.join(['Tensor'] * 9)})",
     KERNELS,
     _fake_loss,
     loss_forward,
@@ -225,8 +228,8 @@ def apply(
     into: Tensor | None,
     shard: Shard | None = None,
     term: Term | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Loss and metrics. The loss has a gradient by the head's factors."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, metrics, log-probs and entropies. The loss has a gradient by the head's factors."""
 
     def compute(factors: tuple[Tensor | None, ...], needs: list[bool]) -> tuple[Tensor, ...]:
         own = dataclasses.replace(inputs, head=inputs.head.with_factors(*factors), needs=needs)
@@ -237,4 +240,4 @@ def apply(
     only = (" with memory='fast'", ". memory='low' computes them each time")
     arguments = ("linear_policy_loss", only, backend, compute, into is not None)
     results = PrecomputedGradient.apply(*inputs.head.factors, *arguments)  # type: ignore[no-untyped-call]
-    return cast(tuple[Tensor, Tensor], results)
+    return cast(tuple[Tensor, Tensor, Tensor, Tensor], results)

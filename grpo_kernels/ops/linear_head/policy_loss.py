@@ -125,7 +125,8 @@ def linear_policy_loss(
             memory="low"
 
     Returns:
-        PolicyLoss: the scalar loss to call backward() on, and its metrics
+        PolicyLoss: the scalar loss to call backward() on, and its metrics; metrics.logprobs are the log-probs in the
+            shape of targets, without a gradient and 0 for excluded tokens, and so is metrics.entropy if it was measured
     """
     config = LossConfig.of(config, _OP)
     lm_head = LMHead.of(_OP, "head", head)
@@ -246,9 +247,10 @@ def _in_chunks(call: _Call, chunking: loss_op.Chunking, shard: Shard | None, bac
     check_weight_grad(_OP, call.weight_grad, head, True, "")
     term = None if call.teacher is None else distillation_op.Term(backend, call.teacher, head.targets)
     inputs = loss_op.HeadLoss(head, call.reference, policy, chunking, head.needs_grad)
-    loss, metrics = loss_op.apply(backend, inputs, call.weight_grad, shard, term)
+    loss, metrics, logprobs, entropy = loss_op.apply(backend, inputs, call.weight_grad, shard, term)
     by_row = policy.advantages.shape != call.layout.shape
     result = PolicyLoss(loss, PolicyLossMetrics(metrics, call.config, by_row, call.want_entropy))
+    _add_tokens(result, call, logprobs, entropy)
     if term is not None:
         measured = (value.view(call.shape).to(loss.dtype) for value in (term.divergence, term.mass))
         result.metrics.distillation = DistillationLoss(term.loss.to(loss.dtype), *measured)
@@ -270,19 +272,19 @@ def _with_low_memory(
             size = chunk_size or tokens_per_chunk(len(part.hidden), columns, device.type, part.weight.dtype)
         inputs = logprobs_op.Logprobs(part, want_entropy, size, chunk_size or 0)
         logprobs, entropy = logprobs_op.apply_logprobs(backend, inputs, shard)
-        return shaped(logprobs), shaped(entropy) if want_entropy else None
+        return of_all(logprobs), of_all(entropy) if want_entropy else None
 
-    def shaped(result: Tensor) -> Tensor:
-        if measured is not None:
-            result = result.new_zeros(len(call.head.targets)).index_put((measured,), result)
-        return _by_term(result, layout, call.term_index)
+    def of_all(result: Tensor) -> Tensor:
+        if measured is None:
+            return result
+        return result.new_zeros(len(call.head.targets)).index_put((measured,), result)
 
     policy = call.policy
     if call.reference is not None:
-        reference = call.reference.for_targets_of(call.head)
-        policy = dataclasses.replace(policy, ref_logprobs=logprobs_of(reference, False)[0])
+        ref_logprobs, _ = logprobs_of(call.reference.for_targets_of(call.head), False)
+        policy = dataclasses.replace(policy, ref_logprobs=_by_term(ref_logprobs, layout, call.term_index))
     logprobs, entropy = logprobs_of(call.head, call.want_entropy)
-    result = compute(layout, call.config, logprobs, entropy, policy, _backend_of_loss(layout, backend))
+    result = _of_logprobs(call, logprobs, entropy, policy, backend)
     return _add_divergence(result, call, chunk_size, backend)
 
 
@@ -303,10 +305,26 @@ def _over_support(call: _Call, support: tuple[Tensor, Tensor], chosen: str) -> P
         ref_logprobs, _ = support_op.apply(chosen, reference, entries, False, None)
         policy = dataclasses.replace(policy, ref_logprobs=_by_term(ref_logprobs, layout, call.term_index))
     logprobs, entropy = support_op.apply(chosen, head, entries, call.want_entropy, weight_grad)
-    entropy_of_all = _by_term(entropy, layout, call.term_index) if call.want_entropy else None
-    by_term, of_loss = _by_term(logprobs, layout, call.term_index), _backend_of_loss(layout, chosen)
-    result = compute(layout, call.config, by_term, entropy_of_all, policy, of_loss)
+    result = _of_logprobs(call, logprobs, entropy if call.want_entropy else None, policy, chosen)
     return _add_divergence(result, call, None, chosen)
+
+
+def _of_logprobs(call: _Call, logprobs: Tensor, entropy: Tensor | None, policy: Policy, backend: str) -> PolicyLoss:
+    """The loss of the log-probs and entropies of all tokens."""
+    layout, index = call.layout, call.term_index
+    by_term = None if entropy is None else _by_term(entropy, layout, index)
+    of_loss = _backend_of_loss(layout, backend)
+    result = compute(layout, call.config, _by_term(logprobs, layout, index), by_term, policy, of_loss)
+    _add_tokens(result, call, logprobs, entropy)
+    return result
+
+
+def _add_tokens(result: PolicyLoss, call: _Call, logprobs: Tensor, entropy: Tensor | None) -> None:
+    """Adds what was measured of each token to the metrics."""
+    result.metrics.logprobs = logprobs.detach().view(call.shape)
+    if call.want_entropy:
+        assert entropy is not None
+        result.metrics.entropy = entropy.detach().view(call.shape)
 
 
 def _add_divergence(result: PolicyLoss, call: _Call, chunk_size: int | None, backend: str) -> PolicyLoss:

@@ -123,6 +123,11 @@ class LossConfig(PlannedConfig):
         """Whether the gradient of a token depends on other tokens of its sequence."""
         return LOSSES[self.loss].couples_tokens or self.ratio != "token"
 
+    @property
+    def has_other_terms(self) -> bool:
+        """Whether a token without an advantage has a gradient."""
+        return self.kl_coef != 0 or self.entropy_coef != 0 or LOSSES[self.loss].has_other_terms
+
     @classmethod
     @peer_fields(TRL_DEFAULTS)
     def trl(cls, **fields: Any) -> LossConfig:

@@ -19,8 +19,8 @@ class PolicyLossMetrics:
 
     `names` lists the elements. trl(), verl() and to_dict() return Python floats, and the first call of any of them
     waits for the device once. Sums and counts are those of this call: add them over micro-batches and ranks before
-    dividing, for example with merged(). `distillation` is the DistillationLoss of a teacher, if there is one; it
-    is of this call alone, and merged() leaves it out.
+    dividing, for example with merged(), which leaves out what is of this call alone: `distillation`, the
+    DistillationLoss of a teacher, and with linear_policy_loss `logprobs` and `entropy`, those of its tokens.
     """
 
     names = METRICS
@@ -30,6 +30,8 @@ class PolicyLossMetrics:
         self._config, self._by_row, self._has_entropy = config, advantages_by_row, has_entropy
         self._on_host: dict[str, float] | None = None
         self.distillation: Any = None
+        self.logprobs: Tensor | None = None
+        self.entropy: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in METRICS:

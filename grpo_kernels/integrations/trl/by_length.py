@@ -1,0 +1,286 @@
+"""Micro-batches dealt by length, whose gradients add up to those of TRL's and whose metrics are those of TRL's.
+
+TRL deals the rows of a generation to its micro-batches at random, and pads each to the longest of all. Gradients add up
+between two optimizer steps, so rows may run in any micro-batch of one step, without padding that none of them needs, if
+a token keeps the weight that it has in TRL's. Rows without a gradient need not run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor
+from transformers import TrainerCallback
+
+import grpo_kernels as gk
+from grpo_kernels.integrations.trl import counting
+from grpo_kernels.integrations.trl.arguments import IMAGES
+
+Inputs = dict[str, Any]
+ROWS = "rows_of_window"  # of the inputs of a micro-batch: places of its rows in the window
+_LEFT = ("prompt_ids", "prompt_mask")  # padded on the left
+_SCORED = "completion_ids"
+_NO_LOGPROB = -1.0  # of a row that did not run: any number that a log-prob may be
+# RoPE whose angles depend on the length of the batch.
+_BY_LENGTH_OF_BATCH = ("longrope", "dynamic")
+
+
+class Croppable(NamedTuple):
+    """Sides on which a model may lose padding without another result."""
+
+    left: bool
+    right: bool
+
+    @classmethod
+    def of(cls, config: Any) -> Croppable:
+        """Both, if positions are relative. Without RoPE they are counted from the left, padding included."""
+        text = config.get_text_config()
+        rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+        kinds = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+        names = {part.get("rope_type", part.get("type")) for part in kinds}
+        if not names.isdisjoint(_BY_LENGTH_OF_BATCH):
+            return cls(False, False)
+        has_chunks = getattr(text, "attention_chunk_size", None) is not None
+        return cls(bool(rope) and not has_chunks, True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Columns that the prompts and completions of rows need, and of which number those of a micro-batch are multiples."""
+
+    prompts: list[int]
+    completions: list[int]
+    multiple: int
+
+    @classmethod
+    def of(cls, prompts: Tensor, completions: Tensor, sides: Croppable, multiple: int | None) -> Sizes:
+        """Of masks of both parts, [N, P] and [N, T]."""
+        needed = [
+            mask.sum(1) if may_crop else torch.full_like(mask[:, 0], mask.shape[1])
+            for mask, may_crop in zip((prompts, completions), sides, strict=True)
+        ]
+        before, after = torch.stack(needed).clamp(min=1).tolist()  # a completion's first token needs one before it
+        return cls(before, after, multiple or 1)
+
+    def columns(self, rows: Sequence[int]) -> tuple[int, int]:
+        """Columns of the prompts and of the completions of a micro-batch of these rows."""
+        prompt, completion = (max(part[row] for row in rows) for part in (self.prompts, self.completions))
+        return self._padded(prompt), self._padded(completion)
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Tokens of a micro-batch of these rows, with its padding."""
+        return len(rows) * sum(self.columns(rows))
+
+    def deal(self, rows: Sequence[int], count: int, most_tokens: int | None = None) -> list[list[int]]:
+        """Deals rows to at most `count` micro-batches, the largest of which is as small as can be, largest first.
+
+        With `most_tokens`, to as few as that allows; to `count`, if it allows no number up to that.
+        """
+        ordered = sorted(rows, key=lambda row: (self.prompts[row] + self.completions[row], row))
+        if not ordered:
+            return []
+        if most_tokens is not None:
+            count = min(count, len(self._cut(ordered, most_tokens)))
+        low, high = max(self.tokens([row]) for row in ordered), self.tokens(ordered)
+        while low < high:
+            middle = (low + high) // 2
+            if len(self._cut(ordered, middle)) <= count:
+                high = middle
+            else:
+                low = middle + 1
+        return sorted(self._cut(ordered, low), key=self.tokens, reverse=True)
+
+    def _cut(self, ordered: Sequence[int], most_tokens: int) -> list[list[int]]:
+        """Neighbours in micro-batches that are as large as `most_tokens` allows."""
+        parts, prompt, completion = list[list[int]](), 0, 0
+        for row in ordered:
+            prompt, completion = max(prompt, self.prompts[row]), max(completion, self.completions[row])
+            count = len(parts[-1]) + 1 if parts else 1
+            if count == 1 or count * (self._padded(prompt) + self._padded(completion)) > most_tokens:
+                parts.append([])
+                prompt, completion = self.prompts[row], self.completions[row]
+            parts[-1].append(row)
+        return parts
+
+    def _padded(self, length: int) -> int:
+        return -(-length // self.multiple) * self.multiple
+
+
+class Original(NamedTuple):
+    """A micro-batch as TRL makes it, with log-probs and entropies [B, T], and which of its rows ran, on the CPU."""
+
+    inputs: Inputs
+    logprobs: Tensor
+    entropy: Tensor
+    has_run: Tensor
+
+
+class Dealer(TrainerCallback):
+    """Deals the micro-batches of one generation that one optimizer step takes, which are a window."""
+
+    def __init__(self, trainer: Any, micro_batch_tokens: int | None) -> None:
+        self._trainer, self.most_tokens = trainer, micro_batch_tokens
+        self._sides = Croppable.of(trainer.model.config)
+        # elsewhere all processes must run the model equally often
+        self.is_alone = trainer.accelerator.distributed_type == DistributedType.NO
+        self._queue: list[Inputs] = []
+        self._taken = 0  # micro-batches of the optimizer step
+        self._tokens: tuple[Tensor, Tensor] | None = None
+
+    def sizes(self, prompts: Tensor, completions: Tensor) -> Sizes:
+        return Sizes.of(prompts, completions, self._sides, self._trainer.pad_to_multiple_of)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._queue, self._taken = [], 0
+
+    def next(self) -> Inputs:
+        """The micro-batch in the place of TRL's next one."""
+        trainer = self._trainer
+        if not self._queue:
+            first = trainer._step % trainer.args.steps_per_generation
+            end = first + trainer.current_gradient_accumulation_steps - self._taken
+            self._window = trainer._buffered_inputs[first:end]
+            self._queue = self._dealt()
+        self._taken += 1
+        return self._queue.pop(0)
+
+    def _dealt(self) -> list[Inputs]:
+        if images := [name for name in IMAGES if name in self._window[0]]:
+            raise ValueError(f"FusedGRPOTrainer: batching must be 'trl' with images, got {', '.join(images)}")
+        count, rows = len(self._window), joined([self._weighted(inputs) for inputs in self._window])
+        running, total = has_gradient(self._trainer, rows).cpu(), len(rows[_SCORED])
+        self._has_run, self._tokens = running, None
+        sizes = self.sizes(rows["prompt_mask"], rows["completion_mask"])
+        parts = sizes.deal(running.nonzero().squeeze(1).tolist(), count, self.most_tokens)
+        dealt = [self._part(rows, part, sizes) for part in parts]
+        more = (0 if dealt else 1) if self.is_alone else count - len(dealt)
+        dealt += [self._without_weight(rows, sizes)] * more
+        nothing = {name: value for name, value in rows.items() if not is_by_row(value, total)}
+        return dealt + [nothing] * (count - len(dealt))
+
+    def _weighted(self, inputs: Inputs) -> Inputs:
+        """Adds the weights of TRL's mean over the micro-batch, unless they are there or it divides by all tokens."""
+        trainer, config = self._trainer, self._trainer._loss_config(0.0)
+        if counting.WEIGHTS in inputs or trainer.loss_type in counting.BY_ALL_TOKENS:
+            return inputs
+        mask, of_rows = counting.loss_mask(inputs), config.aggregation.startswith("seq-mean")
+        count = len(mask) if of_rows else None  # as in TRL, a row without a token counts
+        shares = gk.token_shares(mask, aggregation=config.aggregation, count=count, max_length=config.max_length)
+        return inputs | {counting.WEIGHTS: shares.float()}
+
+    def _part(self, rows: Inputs, part: Sequence[int], sizes: Sizes) -> Inputs:
+        index = torch.tensor(part, device=rows[_SCORED].device)
+        return cropped(at(rows, index), *sizes.columns(part)) | {ROWS: index}
+
+    def _without_weight(self, rows: Inputs, sizes: Sizes) -> Inputs:
+        """The shortest row, of which no token is in the loss: its gradients are zeros, and not None."""
+        row = min(range(len(sizes.prompts)), key=lambda row: (sizes.tokens([row]), row))
+        inputs = self._part(rows, [row], sizes)
+        return inputs | {"tool_mask": torch.zeros_like(inputs["completion_mask"]), ROWS: inputs[ROWS][:0]}
+
+    def measured(self, inputs: Inputs, tokens: tuple[Tensor, Tensor] | None) -> list[Original]:
+        """Notes the log-probs and entropies of a micro-batch.
+
+        Returns:
+            TRL's micro-batches, if that was the last one of the window
+        """
+        if tokens is not None:
+            index, width = inputs[ROWS], tokens[0].shape[1]
+            for values, of_window in zip(tokens, self._tokens_of_window(tokens[0]), strict=True):
+                of_window[index, :width] = values.detach()[: len(index)]
+        if self._queue:
+            return []
+        assert self._tokens is not None
+        size = len(self._window[0][_SCORED])
+        split = (torch.split(values, size) for values in (*self._tokens, self._has_run))
+        return [Original(*parts) for parts in zip(self._window, *split, strict=True)]
+
+    def _tokens_of_window(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of all rows. Those that do not run keep the ratio of 1."""
+        if self._tokens is None:
+            old = [part.get("old_per_token_logps") for part in self._window]
+            rows, width = sum(len(part[_SCORED]) for part in self._window), self._window[0][_SCORED].shape[1]
+            logprobs = like.new_full((rows, width), _NO_LOGPROB) if old[0] is None else torch.cat(old).to(like.dtype)
+            self._tokens = logprobs, torch.zeros_like(logprobs)
+        return self._tokens
+
+
+def is_empty(inputs: Inputs) -> bool:
+    """Whether all rows of a micro-batch are in others."""
+    return _SCORED not in inputs
+
+
+def has_gradient(trainer: Any, rows: Inputs) -> Tensor:
+    """Which rows have a token with a gradient [N], as far as that is known before the model runs."""
+    config = trainer._loss_config(0.0)
+    has_grad = counting.loss_mask(rows)
+    if config.has_other_terms or trainer._entropy_bonus_enabled:
+        return has_grad.any(1)
+    advantages = rows["advantages"]
+    has_grad = has_grad & (advantages.view(len(has_grad), -1) != 0)
+    is_weighted = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+    if is_weighted and config.loss != "vespo":  # whose weight is a power of them, bounded from below
+        has_grad = has_grad & (rows["importance_sampling_ratio"] != 0)
+    result: Tensor = has_grad.any(1)
+    return result
+
+
+def is_by_row(value: Any, rows: int) -> bool:
+    """Whether a value of inputs has an entry for each row."""
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
+
+
+def joined(parts: Sequence[Inputs]) -> Inputs:
+    """The rows of several micro-batches."""
+    size, first = len(parts[0][_SCORED]), parts[0]
+    return {
+        name: torch.cat([part[name] for part in parts]) if is_by_row(value, size) else value
+        for name, value in first.items()
+    }
+
+
+def at(rows: Inputs, index: Tensor) -> Inputs:
+    """Some of the rows."""
+    total = len(rows[_SCORED])
+    return {name: value[index] if is_by_row(value, total) else value for name, value in rows.items()}
+
+
+def cropped(rows: Inputs, prompt: int, completion: int) -> Inputs:
+    """The rows without columns before the last `prompt` of prompts and after the first `completion` of completions."""
+    width, result = rows[_SCORED].shape[1], dict(rows)
+    for name, value in rows.items():
+        if name in _LEFT:
+            result[name] = value[:, -prompt:]
+        elif isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == width:
+            result[name] = value[:, :completion]
+    return result
+
+
+def score(
+    call: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]],
+    dealer: Dealer,
+    model: Any,
+    ids: Tensor,
+    mask: Tensor,
+    completion: int,
+    batch_size: int,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """TRL's log-probs and entropies of all rows, in batches by length in the place of those of `batch_size` rows."""
+    prompt, count = ids.shape[1] - completion, -(-len(ids) // batch_size)
+    sizes = dealer.sizes(mask[:, :prompt], mask[:, prompt:])
+    parts = sizes.deal(range(len(ids)), count, dealer.most_tokens)
+    if not dealer.is_alone:
+        parts += [parts[-1][:1]] * (count - len(parts))
+    results: dict[int, Tensor] = {}
+    for part in parts:
+        before, after = sizes.columns(part)
+        columns = slice(prompt - before, prompt + after)
+        for place, values in enumerate(call(model, ids[part, columns], mask[part, columns], after, **options)):
+            if values is not None:
+                results.setdefault(place, values.new_zeros(len(ids), completion))[part, :after] = values
+    return results[0], results.get(1), None
