@@ -2,6 +2,7 @@
 
 from grpo_kernels import variants
 from grpo_kernels.backends import available_kernels, use_backend
+from grpo_kernels.dealing import deal_by_length
 from grpo_kernels.ops.endpoint_segments import EndpointSegments, SegmentThreshold, endpoint_segments
 from grpo_kernels.ops.endpoint_segments.config import SegmentConfig
 from grpo_kernels.ops.endpoint_segments.metrics import segment_metrics
@@ -80,6 +81,7 @@ __all__ = [
     "agglomerate",
     "available_kernels",
     "cluster_distances",
+    "deal_by_length",
     "diversity",
     "endpoint_segments",
     "gigpo_advantages",

@@ -7,7 +7,6 @@ a token keeps the weight that it has in TRL's. Rows without a gradient need not 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -48,66 +47,27 @@ class Croppable(NamedTuple):
         return cls(bool(rope) and not has_chunks, True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Columns that the prompts and completions of rows need, and of which number those of a micro-batch are multiples."""
+class Lengths:
+    """Columns [N, 2] that the prompts and the completions of rows need."""
 
-    prompts: list[int]
-    completions: list[int]
-    multiple: int
-
-    @classmethod
-    def of(cls, prompts: Tensor, completions: Tensor, sides: Croppable, multiple: int | None) -> Sizes:
-        """Of masks of both parts, [N, P] and [N, T]."""
+    def __init__(self, prompts: Tensor, completions: Tensor, sides: Croppable, multiple: int | None) -> None:
+        """From masks of both parts, [N, P] and [N, T]."""
         needed = [
             mask.sum(1) if may_crop else torch.full_like(mask[:, 0], mask.shape[1])
             for mask, may_crop in zip((prompts, completions), sides, strict=True)
         ]
-        before, after = torch.stack(needed).clamp(min=1).tolist()  # a completion's first token needs one before it
-        return cls(before, after, multiple or 1)
+        # a completion's first token needs one before it
+        self.columns, self.multiple = torch.stack(needed, 1).clamp(min=1).cpu(), multiple or 1
 
-    def columns(self, rows: Sequence[int]) -> tuple[int, int]:
+    def deal(self, rows: Tensor, count: int, most_tokens: int | None) -> list[Tensor]:
+        """The rows of at most `count` micro-batches."""
+        parts = gk.deal_by_length(self.columns[rows], count, most_tokens=most_tokens, multiple=self.multiple)
+        return [rows[part] for part in parts]
+
+    def longest(self, rows: Tensor) -> tuple[int, int]:
         """Columns of the prompts and of the completions of a micro-batch of these rows."""
-        prompt, completion = (max(part[row] for row in rows) for part in (self.prompts, self.completions))
-        return self._padded(prompt), self._padded(completion)
-
-    def tokens(self, rows: Sequence[int]) -> int:
-        """Tokens of a micro-batch of these rows, with its padding."""
-        return len(rows) * sum(self.columns(rows))
-
-    def deal(self, rows: Sequence[int], count: int, most_tokens: int | None = None) -> list[list[int]]:
-        """Deals rows to at most `count` micro-batches, the largest of which is as small as can be, largest first.
-
-        With `most_tokens`, to as few as that allows; to `count`, if it allows no number up to that.
-        """
-        ordered = sorted(rows, key=lambda row: (self.prompts[row] + self.completions[row], row))
-        if not ordered:
-            return []
-        if most_tokens is not None:
-            count = min(count, len(self._cut(ordered, most_tokens)))
-        low, high = max(self.tokens([row]) for row in ordered), self.tokens(ordered)
-        while low < high:
-            middle = (low + high) // 2
-            if len(self._cut(ordered, middle)) <= count:
-                high = middle
-            else:
-                low = middle + 1
-        return sorted(self._cut(ordered, low), key=self.tokens, reverse=True)
-
-    def _cut(self, ordered: Sequence[int], most_tokens: int) -> list[list[int]]:
-        """Neighbours in micro-batches that are as large as `most_tokens` allows."""
-        parts, prompt, completion = list[list[int]](), 0, 0
-        for row in ordered:
-            prompt, completion = max(prompt, self.prompts[row]), max(completion, self.completions[row])
-            count = len(parts[-1]) + 1 if parts else 1
-            if count == 1 or count * (self._padded(prompt) + self._padded(completion)) > most_tokens:
-                parts.append([])
-                prompt, completion = self.prompts[row], self.completions[row]
-            parts[-1].append(row)
-        return parts
-
-    def _padded(self, length: int) -> int:
-        return -(-length // self.multiple) * self.multiple
+        before, after = self.columns[rows].amax(0).tolist()
+        return -(-before // self.multiple) * self.multiple, -(-after // self.multiple) * self.multiple
 
 
 class Original(NamedTuple):
@@ -131,8 +91,8 @@ class Dealer(TrainerCallback):
         self._taken = 0  # micro-batches of the optimizer step
         self._tokens: tuple[Tensor, Tensor] | None = None
 
-    def sizes(self, prompts: Tensor, completions: Tensor) -> Sizes:
-        return Sizes.of(prompts, completions, self._sides, self._trainer.pad_to_multiple_of)
+    def lengths(self, prompt_mask: Tensor, completion_mask: Tensor) -> Lengths:
+        return Lengths(prompt_mask, completion_mask, self._sides, self._trainer.pad_to_multiple_of)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._queue, self._taken = [], 0
@@ -154,11 +114,11 @@ class Dealer(TrainerCallback):
         count, rows = len(self._window), joined([self._weighted(inputs) for inputs in self._window])
         running, total = has_gradient(self._trainer, rows).cpu(), len(rows[_SCORED])
         self._has_run, self._tokens = running, None
-        sizes = self.sizes(rows["prompt_mask"], rows["completion_mask"])
-        parts = sizes.deal(running.nonzero().squeeze(1).tolist(), count, self.most_tokens)
-        dealt = [self._part(rows, part, sizes) for part in parts]
+        lengths = self.lengths(rows["prompt_mask"], rows["completion_mask"])
+        parts = lengths.deal(running.nonzero().squeeze(1), count, self.most_tokens)
+        dealt = [self._part(rows, part, lengths) for part in parts]
         more = (0 if dealt else 1) if self.is_alone else count - len(dealt)
-        dealt += [self._without_weight(rows, sizes)] * more
+        dealt += [self._without_weight(rows, lengths)] * more
         nothing = {name: value for name, value in rows.items() if not is_by_row(value, total)}
         return dealt + [nothing] * (count - len(dealt))
 
@@ -170,16 +130,15 @@ class Dealer(TrainerCallback):
         mask, of_rows = counting.loss_mask(inputs), config.aggregation.startswith("seq-mean")
         count = len(mask) if of_rows else None  # as in TRL, a row without a token counts
         shares = gk.token_shares(mask, aggregation=config.aggregation, count=count, max_length=config.max_length)
-        return inputs | {counting.WEIGHTS: shares.float()}
+        return inputs | {counting.WEIGHTS: shares}
 
-    def _part(self, rows: Inputs, part: Sequence[int], sizes: Sizes) -> Inputs:
-        index = torch.tensor(part, device=rows[_SCORED].device)
-        return cropped(at(rows, index), *sizes.columns(part)) | {ROWS: index}
+    def _part(self, rows: Inputs, part: Tensor, lengths: Lengths) -> Inputs:
+        index = part.to(rows[_SCORED].device)
+        return cropped(at(rows, index), *lengths.longest(part)) | {ROWS: index}
 
-    def _without_weight(self, rows: Inputs, sizes: Sizes) -> Inputs:
+    def _without_weight(self, rows: Inputs, lengths: Lengths) -> Inputs:
         """The shortest row, of which no token is in the loss: its gradients are zeros, and not None."""
-        row = min(range(len(sizes.prompts)), key=lambda row: (sizes.tokens([row]), row))
-        inputs = self._part(rows, [row], sizes)
+        inputs = self._part(rows, lengths.columns.sum(1).argmin()[None], lengths)
         return inputs | {"tool_mask": torch.zeros_like(inputs["completion_mask"]), ROWS: inputs[ROWS][:0]}
 
     def measured(self, inputs: Inputs, tokens: tuple[Tensor, Tensor] | None) -> list[Original]:
@@ -268,19 +227,18 @@ def score(
     mask: Tensor,
     completion: int,
     batch_size: int,
-    **options: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """TRL's log-probs and entropies of all rows, in batches by length in the place of those of `batch_size` rows."""
     prompt, count = ids.shape[1] - completion, -(-len(ids) // batch_size)
-    sizes = dealer.sizes(mask[:, :prompt], mask[:, prompt:])
-    parts = sizes.deal(range(len(ids)), count, dealer.most_tokens)
+    lengths = dealer.lengths(mask[:, :prompt], mask[:, prompt:])
+    parts = lengths.deal(torch.arange(len(ids)), count, dealer.most_tokens)
     if not dealer.is_alone:
         parts += [parts[-1][:1]] * (count - len(parts))
     results: dict[int, Tensor] = {}
     for part in parts:
-        before, after = sizes.columns(part)
-        columns = slice(prompt - before, prompt + after)
-        for place, values in enumerate(call(model, ids[part, columns], mask[part, columns], after, **options)):
+        before, after = lengths.longest(part)
+        index, columns = part.to(ids.device), slice(prompt - before, prompt + after)
+        for place, values in enumerate(call(model, ids[index, columns], mask[index, columns], after)):
             if values is not None:
-                results.setdefault(place, values.new_zeros(len(ids), completion))[part, :after] = values
+                results.setdefault(place, values.new_zeros(len(ids), completion))[index, :after] = values
     return results[0], results.get(1), None
