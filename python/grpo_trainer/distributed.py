@@ -127,20 +127,24 @@ def broadcast(value: T) -> T:
 
 
 class MicroBatches:
-    """Rows split into micro-batches that are dealt to the processes in turn.
+    """Micro-batches of rows that are dealt to the processes in turn.
 
     Wherever every process gets a full micro-batch the split is that of a single process. A row's result depends on the
     rows beside it in the last bits, so the same split gives the same bits.
 
     Args:
-        rows: indices of the rows.
-        size: largest number of rows of a micro-batch.
+        rows: indices of the rows of each micro-batch.
         equal_count: give every process the same number of micro-batches, for models whose forward pass is a collective.
     """
 
-    def __init__(self, rows: Tensor, size: int, equal_count: bool = False) -> None:
-        self.all = rows.split(max(1, min(size, -(-len(rows) // world_size()))))
+    def __init__(self, rows: Sequence[Tensor], equal_count: bool = False) -> None:
+        self.all = rows
         self.equal_count = equal_count
+
+    @staticmethod
+    def size(rows: int, size: int) -> int:
+        """Rows of a micro-batch, at most `size`, so that every process has one."""
+        return max(1, min(size, -(-rows // world_size())))
 
     def __iter__(self) -> Iterator[tuple[Tensor, bool]]:
         """Yields rows and whether they count; others are computed since another process waits for the forward pass."""

@@ -270,7 +270,7 @@ def critic_values(run: Run, rollout: Rollout) -> Tensor:
 def by_token(run: Run, rollout: Rollout, compute: Callable[[Batch], Tensor]) -> Tensor:
     """Values [N, T] of the response tokens, computed by micro-batch."""
     values = torch.zeros_like(rollout.logprobs)
-    for rows, counts in micro_batches(run, torch.arange(len(values), device=values.device), run.rl.micro_batch):
+    for rows, counts in micro_batches(run, rollout.batch, None, run.rl.micro_batch):
         part = compute(rollout.batch.rows(rows))
         if counts:
             values[rows, : part.shape[1]] = part
@@ -328,7 +328,7 @@ def accumulate(
     critic = rl.algorithm.critic or Critic()
     is_warmup = values is not None and step <= critic.warmup
     metric_tensors, losses = [], []
-    parts = micro_batches(run, rows, rl.micro_batch)
+    parts = micro_batches(run, rollout.batch, rows, rl.micro_batch)
     for micro_rows, counts in parts:
         part = rollout.batch.rows(micro_rows)
         width = slice(part.tokens.shape[1])
@@ -393,7 +393,7 @@ def sft_step(run: Run, items: list[Item], step: int) -> dict[str, float]:
         normalizer = float((weights[:, None] * batch.mask).sum())
         run.policy.train()
         losses = []
-        parts = micro_batches(run, torch.arange(len(items), device=run.policy.device), settings.micro_batch)
+        parts = micro_batches(run, batch, None, settings.micro_batch, share=False)
         for rows, counts in parts:
             part = batch.rows(rows)
             logprobs = run.policy("logprobs", part, share=False) * part.mask
@@ -412,8 +412,20 @@ def sft_step(run: Run, items: list[Item], step: int) -> dict[str, float]:
 # Optimizer
 
 
-def micro_batches(run: Run, rows: Tensor, size: int) -> distributed.MicroBatches:
-    return distributed.MicroBatches(rows, size, equal_count=run.policy.is_sharded)
+def micro_batches(
+    run: Run, batch: Batch, rows: Tensor | None, size: int, share: bool | None = None
+) -> distributed.MicroBatches:
+    """Micro-batches of at most `size` rows on average: by length, or neighbours if that computes fewer tokens.
+
+    Neighbours answer the same prompts, each of which is computed once in a micro-batch.
+    """
+    rows = torch.arange(len(batch.tokens), device=batch.tokens.device) if rows is None else rows
+    share = shares_prompts(run) if share is None else share
+    neighbours = rows.split(distributed.MicroBatches.size(len(rows), size))
+    dealt = [rows[part] for part in gk.deal_by_length(batch.lengths[rows], len(neighbours))]
+    tokens = [sum(batch.rows(part).padded_tokens(share) for part in parts) for parts in (neighbours, dealt)]
+    parts = neighbours if tokens[0] <= tokens[1] else dealt
+    return distributed.MicroBatches(parts, equal_count=run.policy.is_sharded)
 
 
 def backward(run: Run, loss: Tensor, counts: bool) -> None:

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from grpo_trainer import distributed
 from grpo_trainer.train import train
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tests.harness import quick
 from tests.trainer import small
@@ -183,7 +185,11 @@ def test_rewards_are_gathered_and_failures_in_one_process_end_all(folder: Path) 
 
 def test_rows_are_divided_among_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.arange(13)
-    pieces = distributed.MicroBatches(rows, 5)
+
+    def split(count: int, size: int) -> Sequence[Tensor]:
+        return torch.arange(count).split(distributed.MicroBatches.size(count, size))
+
+    pieces = distributed.MicroBatches(split(13, 5))
     assert [(piece.tolist(), counts) for piece, counts in pieces] == [(piece.tolist(), True) for piece in rows.split(5)]
     assert torch.equal(pieces.all_gather([torch.tensor(1.0), torch.tensor(2.0)]), torch.tensor([1.0, 2.0]))
     monkeypatch.setattr(distributed, "world_size", lambda: 3)
@@ -193,7 +199,7 @@ def test_rows_are_divided_among_processes(monkeypatch: pytest.MonkeyPatch) -> No
             monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
             ranges.append(distributed.local_range(count))
             if size:
-                dealt.append(list(distributed.MicroBatches(torch.arange(count), size, equal_count=True)))
+                dealt.append(list(distributed.MicroBatches(split(count, size), equal_count=True)))
         assert [i for local in ranges for i in local] == list(range(count))
         assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
         assert len({len(parts) for parts in dealt}) <= 1, "all wait for each other as often"

@@ -6,6 +6,7 @@ not named, or changes a result without a word; a line, a response or a reward th
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -20,6 +21,7 @@ import torch
 from grpo_trainer import response_map, sft
 from grpo_trainer import train as training
 from grpo_trainer.algorithm import Plan, total_rewards
+from grpo_trainer.data import Batch
 from grpo_trainer.embed import load_embedder
 from grpo_trainer.evaluate import is_solved
 from grpo_trainer.metrics import loss_metrics
@@ -110,6 +112,23 @@ def test_the_first_ratio_is_one_and_later_ones_are_not(tmp_path: Path, iteration
     if iterations == 1:  # both are k3, before the weights change
         assert metrics["train/kl_rollout"] == pytest.approx(metrics["train/kl_mean"], rel=1e-3)
         assert metrics["train/kl_rollout"] > 1e-5
+
+
+@pytest.mark.parametrize("prompt", [1, 40])
+@pytest.mark.parametrize("share", [False, True])
+def test_micro_batches_are_by_length_unless_neighbours_share_long_prompts(prompt: int, share: bool) -> None:
+    lengths = torch.tensor([9, 1, 5, 2, 8, 1, 6, 1])
+    mask, prompts = torch.arange(9) < lengths[:, None], torch.ones(2, prompt, dtype=torch.long)
+    batch = Batch(prompts, prompts > 0, mask.long(), mask, torch.arange(8) // 4)
+    run: Any = SimpleNamespace(policy=SimpleNamespace(is_sharded=False))
+    for rows in (None, torch.tensor([0, 1, 4, 5, 6, 7])):
+        parts = [part.tolist() for part, _ in training.micro_batches(run, batch, rows, 4, share)]
+        assert sorted(itertools.chain(*parts)) == (list(range(8)) if rows is None else rows.tolist())
+        assert len(parts) == 2
+        dealt = {(0, 4, 6), (1, 2, 3, 5, 7)} if rows is None else {(0, 4), (1, 5, 6, 7)}
+        neighbours = {(0, 1, 2, 3), (4, 5, 6, 7)} if rows is None else {(0, 1, 4, 5), (6, 7)}
+        expected = neighbours if share and prompt == 40 else dealt
+        assert {tuple(sorted(part)) for part in parts} == expected
 
 
 def test_gmpo_clips_tokens_although_its_terms_are_rows() -> None:
@@ -246,8 +265,10 @@ def test_weights_of_demonstrations_enter_the_loss(tmp_path: Path, monkeypatch: p
         return logprobs
 
     monkeypatch.setattr(Policy, "_logprobs", noted)
+    dealt, deal = list[Any](), training.micro_batches
+    monkeypatch.setattr(training, "micro_batches", lambda *a, **b: dealt.append(deal(*a, **b)) or dealt[0])
     loss = training.sft_step(run, items, 1)["train/loss"]
-    own = [item["sft_weight"] for item in items]
+    own = [items[row]["sft_weight"] for part, _ in dealt[0] for row in part.tolist()]
     total = sum(weight * length for weight, length in zip(own, lengths, strict=True))
     assert loss == pytest.approx(-sum(w * s for w, s in zip(own, sums, strict=True)) / total, rel=1e-5)
 
