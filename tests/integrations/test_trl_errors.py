@@ -25,6 +25,7 @@ from tests.integrations.tiny_trl import trainer as made
 SIMILAR = {"similarity": gk.SimilarityConfig(), "embedder": letters}
 SEGMENTS = {"segments": gk.SegmentConfig()}
 PLAIN: dict[str, Any] = {"scale_rewards": "none", "use_bias_correction_kl": False}
+BY_LENGTH = {"batching": "by_length"}
 KEPT = {"top_entropy_quantile": 0.5}
 
 # arguments of the trainer, fields of GRPOConfig, and the error after the trainer's name
@@ -92,6 +93,14 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"entropy_mean": "batches"}, {}, "entropy_mean must be one of micro_batch, batch, got 'batches'"),
     ({"head": "fuse"}, {}, "head must be one of logprobs, fused, got 'fuse'"),
     ({"entropy_mean": "batch"}, KEPT, r"entropy_mean must be 'micro_batch' with top_entropy_quantile, .* with 0\.5"),
+    ({"batching": "length"}, {}, "batching must be one of trl, by_length, got 'length'"),
+    ({"micro_batch_tokens": 100}, {}, "micro_batch_tokens must be None with batching='trl', got 100; batching='by_le"),
+    (BY_LENGTH | {"micro_batch_tokens": 0}, {}, "micro_batch_tokens must be at least 1, got 0$"),
+    (BY_LENGTH | {"micro_batch_tokens": 1.5}, {}, "micro_batch_tokens must be an int"),
+    (BY_LENGTH | SEGMENTS, PLAIN, "segments must be None with batching='by_length', whose micro-batches hold other"),
+    (BY_LENGTH | {"loss": gk.policy_loss}, {}, "loss must not be a function with batching='by_length'"),
+    (BY_LENGTH, KEPT, r"top_entropy_quantile must be 1\.0 with batching='by_length', .* got 0\.5$"),
+    (BY_LENGTH, {"entropy_coef": 0.1}, "entropy_mean must be 'batch' for an entropy bonus with batching='by_length'"),
     ({"head": "fused"}, {"torch_compile": True}, "torch_compile must be False for head='fused', as"),
 ]
 

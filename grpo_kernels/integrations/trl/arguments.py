@@ -10,6 +10,7 @@ from trl import GRPOConfig
 
 import grpo_kernels as gk
 from grpo_kernels import checks
+from grpo_kernels.integrations.trl.head import HEADS
 
 logger = logging.getLogger(__name__)
 # Fields of a LossConfig that describe its policy term. GRPOConfig has the others.
@@ -17,6 +18,13 @@ POLICY_TERM = (
     *("loss", "ratio", "clip_low", "clip_high", "dual_clip", "delta", "ratio_cap", "sapo_temperatures", "vespo_shape"),
     *("dro_beta", "log_ratio_clamp"),
 )
+_CHOICES = {
+    "head": HEADS,
+    "masked_rows": ("leave_out", "vote"),
+    "flat_groups": ("keep", "leave_out"),
+    "entropy_mean": ("micro_batch", "batch"),
+    "batching": ("trl", "by_length"),
+}
 # Inputs of TRL's forward beside ids and masks.
 IMAGES = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
@@ -46,6 +54,12 @@ def check_loss(loss: gk.LossConfig) -> None:
                 f"FusedGRPOTrainer: loss.{field.name} must be left out, as GRPOConfig decides on it, got "
                 f"{getattr(loss, field.name)!r}"
             )
+
+
+def check_choices(**chosen: str) -> None:
+    for name, choice in chosen.items():
+        if choice not in _CHOICES[name]:
+            raise checks.unknown("FusedGRPOTrainer", name, choice, _CHOICES[name])
 
 
 def check_settings(trainer: Any) -> None:

@@ -90,6 +90,7 @@ class Dealer(TrainerCallback):
         self._queue: list[Inputs] = []
         self._taken = 0  # micro-batches of the optimizer step
         self._tokens: tuple[Tensor, Tensor] | None = None
+        trainer.add_callback(self)
 
     def lengths(self, prompt_mask: Tensor, completion_mask: Tensor) -> Lengths:
         return Lengths(prompt_mask, completion_mask, self._sides, self._trainer.pad_to_multiple_of)

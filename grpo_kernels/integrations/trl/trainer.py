@@ -26,6 +26,7 @@ from grpo_kernels.integrations.trl.arguments import (
     POLICY_TERM,
     check_advantages,
     check_batching,
+    check_choices,
     check_loss,
     check_segments,
     check_settings,
@@ -35,13 +36,6 @@ from grpo_kernels.integrations.trl.installed import refuse_other_trl
 _THRESHOLD = "segment_threshold.json"  # in a checkpoint
 _SEGMENTS = "num_segments_in_batch"  # of inputs, as TRL's num_items_in_batch: of the generation batch of all processes
 _ADVANTAGES = {"group": "trl-group", "batch": "trl-batch", "none": "trl-none"}
-_CHOICES = {
-    "head": fused_head.HEADS,
-    "masked_rows": ("leave_out", "vote"),
-    "flat_groups": ("keep", "leave_out"),
-    "entropy_mean": ("micro_batch", "batch"),
-    "batching": ("trl", "by_length"),
-}
 
 
 class _Measured(NamedTuple):
@@ -143,11 +137,9 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             raise ValueError("FusedGRPOTrainer: loss and segments exclude each other, got both")
         if isinstance(loss, gk.LossConfig):
             check_loss(loss)
-        chosen = {"head": head, "masked_rows": masked_rows, "flat_groups": flat_groups, "entropy_mean": entropy_mean}
-        chosen |= {"batching": batching}
-        for name, choice in chosen.items():
-            if choice not in _CHOICES[name]:
-                raise unknown("FusedGRPOTrainer", name, choice, _CHOICES[name])
+        check_choices(
+            head=head, masked_rows=masked_rows, flat_groups=flat_groups, entropy_mean=entropy_mean, batching=batching
+        )
         parameters = [p for of in (FusedGRPOTrainer, GRPOTrainer) for p in inspect.signature(of).parameters.values()]
         keywords = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         for name in options:
@@ -174,8 +166,6 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             check_segments(self)
         check_batching(self, batching, micro_batch_tokens)
         self.dealer = by_length.Dealer(self, micro_batch_tokens) if batching == "by_length" else None
-        if self.dealer is not None:
-            self.add_callback(self.dealer)
         self._loss_config(0.0)  # refuses unsupported settings now rather than at the first step
 
     # ------------------------------------------------------------------------------------------------ rewards
