@@ -1,12 +1,15 @@
 """Times a whole GRPO step by phases: TRL's GRPOTrainer, FusedGRPOTrainer with either head, and this trainer.
 
     python -m benchmarks.step --steps 6 --json step.json [--device cpu|cuda] [--who NAME ...]
+    python -m benchmarks.step --lengths real --flat 0.3 --beta 0 --micro-batches 32 [--size 135M]
 
-All have the same random model, prompts, reward and sizes, dtype of the weights, a reference policy, and one optimizer
-step per rollout. No response may end before its last token, so that all have the same number of tokens. They alternate
-step by step, each in a thread that waits for the others; TRL runs its own train(). The first step of each is not
-counted; each later one is printed and saved when it ends. On the CPU the model is tiny; on a GPU it has the shape of
-Qwen2.5-0.5B, in bfloat16.
+All have the same random model, prompts, reward and sizes, dtype of the weights, and one optimizer step per rollout.
+They alternate step by step, each in a thread that waits for the others; TRL runs its own train(). The first step of
+each is not counted; each later one is printed and saved when it ends.
+
+Responses have the same number of tokens in all. With --lengths equal none ends before its last token. With real ones
+they are cut where those of a reasoning run end, after the time in which the longest is generated; --flat makes the
+rewards of a share of the prompts equal.
 
 On a GPU the responses are given, as eager generation would take most of the time and is the same in TRL's trainers.
 This trainer, which is left out there unless --who names it, samples with its own loop, which computes a prompt once for
@@ -21,6 +24,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -38,7 +42,7 @@ import torch
 from benchmarks import measure as measuring
 
 PHASES = ("generation", "rewards and advantages", "log-probs", "forward and backward", "optimizer", "rest")
-KL = 0.04
+UPDATE = ("log-probs", "forward and backward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,39 +57,32 @@ class Size:
     micro_batch: int
     is_given: bool = False  # responses are drawn, not generated
     who: tuple[str, ...] = ()  # of RUNNERS; () for all
+    lengths: str = "equal"
+    flat: float = 0.0  # share of prompts whose rewards are equal
+    beta: float = 0.04
 
 
-TINY = {
-    "vocab_size": 160,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-}
-HALF_BILLION = {
-    "vocab_size": 151_936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-}
+def shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+
+
+TRLS = ("TRL's GRPOTrainer", "FusedGRPOTrainer", 'FusedGRPOTrainer, head="fused"')
+DEALT = ("TRL's GRPOTrainer", 'FusedGRPOTrainer, head="fused"', 'FusedGRPOTrainer, head="fused", batching="by_length"')
 SIZES = {
-    "cpu": Size("tiny", TINY, "float32", prompts=16, group=8, prompt_tokens=24, new_tokens=32, micro_batch=64),
-    "cuda": Size(
-        "0.5B",
-        HALF_BILLION,
-        "bfloat16",
-        prompts=16,
-        group=8,
-        prompt_tokens=128,
-        new_tokens=128,
-        micro_batch=32,
-        is_given=True,
-        who=("TRL's GRPOTrainer", "FusedGRPOTrainer", 'FusedGRPOTrainer, head="fused"'),
-    ),
+    "tiny": Size("tiny", shape(160, 128, 256, 2, 4, 4), "float32", 16, 8, 24, 32, 64),
+    # the shapes of SmolLM2-135M, and of Qwen2.5-0.5B and 1.5B
+    "135M": Size("135M", shape(49_152, 576, 1536, 30, 9, 3), "float32", 10, 8, 8, 48, 8, True, DEALT),
+    "0.5B": Size("0.5B", shape(151_936, 896, 4864, 24, 14, 2), "bfloat16", 16, 8, 128, 128, 32, True, TRLS),
+    "1.5B": Size("1.5B", shape(151_936, 1536, 8960, 28, 12, 2), "bfloat16", 16, 8, 128, 128, 32, True, TRLS),
 }
+DEFAULTS = {"cpu": "tiny", "cuda": "0.5B"}
 
 
 class Clock:
@@ -141,6 +138,7 @@ class Clock:
 class Runner(Protocol):
     clock: Clock
     tokens: int  # sampled since the start
+    model_tokens: int  # computed by models in the phases of UPDATE, padding included
 
     def step(self) -> None: ...
     def close(self) -> None: ...
@@ -167,7 +165,7 @@ class Ours:
                 "max_completion_length": size.new_tokens,
                 "min_completion_length": size.new_tokens,
             },
-            "algorithm": {"beta": KL, "drop_flat": False},
+            "algorithm": {"beta": size.beta, "drop_flat": False},
         }
         recipe = validated(
             Recipe,
@@ -186,7 +184,7 @@ class Ours:
         training.prepare_rl(self.run, 0)
         if self.run.device.type != device:
             raise RuntimeError(f"step: the policy must be on {device}, got {self.run.device}")
-        self.number, self.tokens, self.clock = 0, 0, Clock(device)
+        self.number, self.tokens, self.model_tokens, self.clock = 0, 0, 0, Clock(device)
         phases = {"generate": "generation", "model": "rest"}
         self.run.timed = lambda what: self.clock.phase(phases.get(what, "rewards and advantages"))
         self.clock.wrap(self.run, "roll_out", "generation", self._count)
@@ -228,7 +226,7 @@ class Theirs:
             num_generations=size.group,
             max_completion_length=size.new_tokens,
             generation_kwargs={"min_new_tokens": size.new_tokens},
-            beta=KL,
+            beta=size.beta,
             loss_type="grpo",
             learning_rate=1e-6,
             lr_scheduler_type="constant",
@@ -246,14 +244,23 @@ class Theirs:
         )
         self.trainer = kind(
             str(folder / "model"),
-            reward,
+            reward_of(size),
             settings,
             Dataset.from_json(str(folder / "prompts.jsonl")),
             processing_class=AutoTokenizer.from_pretrained(folder / "model"),
             **options,
         )
-        if size.is_given:
-            self.trainer._generate_single_turn = lambda ids, *_, **__: (given(size, len(ids)), None)
+        generate, turns = self.trainer._generate_single_turn, itertools.count()
+
+        def responses(ids: Any, *arguments: Any, **options: Any) -> tuple[list[list[int]], Any]:
+            sampled = given(size, len(ids)) if size.is_given else generate(ids, *arguments, **options)[0]
+            return ended(size, sampled, next(turns)), None
+
+        self.trainer._generate_single_turn = responses
+        self.model_tokens = 0
+        for model in (self.trainer.model, self.trainer.ref_model):
+            if model is not None:
+                model.register_forward_pre_hook(self._count_inputs, with_kwargs=True)
         self.trainer.remove_callback(PrinterCallback)
         self.tokens, self.clock = 0, Clock(device)
         self._time_phases()
@@ -305,6 +312,10 @@ class Theirs:
             self.error = error
         self.has_stepped.release()
 
+    def _count_inputs(self, _: Any, __: Any, inputs: dict[str, Any]) -> None:
+        if self.clock.open[-1] in UPDATE:  # not those of generation
+            self.model_tokens += inputs["input_ids"].numel()
+
     def _count(self, output: dict[str, Any]) -> None:
         self.tokens += int(output["completion_mask"].sum())
 
@@ -325,9 +336,31 @@ def given(size: Size, rows: int) -> list[list[int]]:
     return ids
 
 
-def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """A pseudo-random number that depends on the text."""
-    return [zlib.crc32(text.encode()) % 1000 / 1000 for text in completions]
+def ended(size: Size, responses: list[list[int]], turn: int) -> list[list[int]]:
+    """Responses as long as those of a reasoning run: log-normal, also between prompts, a median of a third."""
+    if size.lengths == "equal":
+        return responses
+    generator = torch.Generator().manual_seed(turn)
+    of_prompts = torch.randn(len(responses) // size.group, generator=generator).repeat_interleave(size.group)
+    spread = (0.5 * of_prompts + 0.7 * torch.randn(len(responses), generator=generator)).exp()
+    lengths = (size.new_tokens / 3 * spread).round().clamp(1, size.new_tokens).int().tolist()
+    cut = zip(responses, lengths, strict=True)
+    return [[*ids[: n - 1], 1] if n < size.new_tokens else ids for ids, n in cut]  # 1 is <end>
+
+
+def reward(prompts: list[str], completions: list[str], flat: float = 0.0, **_: Any) -> list[float]:
+    """A pseudo-random number that depends on the text, or 0 for a share of the prompts."""
+    order = sorted(set(prompts), key=lambda prompt: zlib.crc32(prompt.encode()))
+    are_flat = {*order[: round(flat * len(order))]}
+    numbers = [zlib.crc32(text.encode()) % 1000 / 1000 for text in completions]
+    return [0.0 if prompt in are_flat else number for prompt, number in zip(prompts, numbers, strict=True)]
+
+
+def reward_of(size: Size) -> Callable[..., list[float]]:
+    def of_texts(**columns: Any) -> list[float]:
+        return reward(**columns, flat=size.flat)
+
+    return of_texts
 
 
 def write_model(size: Size, folder: Path, device: str) -> None:
@@ -382,6 +415,9 @@ RUNNERS: dict[str, Callable[..., Runner]] = {
     "TRL's GRPOTrainer": trl_trainer,
     "FusedGRPOTrainer": fused_trainer,
     'FusedGRPOTrainer, head="fused"': functools.partial(fused_trainer, head="fused"),
+    'FusedGRPOTrainer, head="fused", batching="by_length"': functools.partial(
+        fused_trainer, head="fused", batching="by_length"
+    ),
 }
 
 
@@ -409,7 +445,6 @@ def measure(
     names = [*(who or size.who or RUNNERS)]
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     running: dict[str, Runner] = {}
-    expected = size.prompts * size.group * size.new_tokens
     machine = measuring.machine()
     with tempfile.TemporaryDirectory() as folder:
         write_model(size, Path(folder), device)
@@ -419,9 +454,8 @@ def measure(
                     running[name] = RUNNERS[name](size, Path(folder), device, steps)
                 seconds = timed(running[name], device)
                 print(f"{name}, step {step}: {seconds['total'] * 1e3:,.1f} ms", flush=True)
-                if running[name].tokens != (step + 1) * expected:
-                    got = running[name].tokens
-                    raise RuntimeError(f"step: {name} must sample {(step + 1) * expected} tokens, got {got}")
+                if running[name].tokens != (expected := running[names[0]].tokens):
+                    raise RuntimeError(f"step: {name} must sample {expected} tokens, got {running[name].tokens}")
                 if step > 0:
                     taken[name].append(seconds)
                     result = document(size, device, taken) | {"machine": machine}
@@ -432,28 +466,31 @@ def measure(
 
 
 def timed(runner: Runner, device: str) -> dict[str, float]:
-    """Seconds of the phases of a step and of all, and on a GPU the bytes that it takes beside those before it."""
+    """Seconds of the phases of a step and of all, the bytes that it takes, and tokens that the model computes."""
     gc.collect()  # of the previous trainer's garbage, outside the measured time
-    runner.clock.read()
-    before = 0
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    began = time.perf_counter()
-    runner.step()
-    phases = runner.clock.read()
-    seconds = phases | {"total": time.perf_counter() - began}
-    return seconds | ({"peak": torch.cuda.max_memory_allocated() - before} if device == "cuda" else {})
+    before, seconds = runner.model_tokens, dict[str, float]()
+
+    def step() -> None:
+        runner.clock.read()
+        began = time.perf_counter()
+        runner.step()
+        seconds.update(runner.clock.read() | {"total": time.perf_counter() - began})
+
+    peak = measuring.peak_memory(step, torch.device(device))
+    seconds |= {"update": sum(seconds[phase] for phase in UPDATE), "model_tokens": runner.model_tokens - before}
+    return seconds | ({} if peak is None else {"peak": peak})
 
 
 def document(size: Size, device: str, taken: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """The result of the steps so far, of runners that have counted one."""
     counted = {name: steps for name, steps in taken.items() if steps}
-    totals = []
+    first, totals = next(iter(counted.values())), []
     for name, steps in counted.items():
-        total = {"who": name, "tokens_a_step": size.prompts * size.group * size.new_tokens}
+        total = {"who": name, "model_tokens": statistics.fmean(step["model_tokens"] for step in steps)}
         total |= spread([step["total"] for step in steps])
-        totals.append(total | ({"peak": max(step["peak"] for step in steps)} if device == "cuda" else {}))
+        gains = spread([a["update"] / b["update"] for a, b in zip(first, steps, strict=False)])
+        total |= {name.replace("seconds", "gain"): value for name, value in gains.items()}
+        totals.append(total | ({"peak": max(step["peak"] for step in steps)} if "peak" in steps[0] else {}))
     rows = [
         {"who": name, "phase": phase} | spread([step[phase] for step in steps])
         for name, steps in counted.items()
@@ -479,7 +516,13 @@ def table(result: dict[str, Any]) -> str:
         cells = result["totals"] if phase == "total" else [row for row in result["rows"] if row["phase"] == phase]
         ms = ([cell[f"seconds_{what}"] * 1e3 for what in ("median", "low", "high")] for cell in cells)
         lines.append(f"| {phase} | " + " | ".join(f"{m:.1f} ({low:.1f} to {high:.1f})" for m, low, high in ms) + " |")
-    if peaks := [f"{total['peak'] / 2**20:,.0f}" for total in result["totals"] if "peak" in total]:
+    totals = result["totals"]
+    gains = ["{gain_median:.2f} ({gain_low:.2f} to {gain_high:.2f})".format(**total) for total in totals]
+    lines.append(f"| times as fast in {' and '.join(UPDATE)}, by pairs of steps | {' | '.join(gains)} |")
+    tokens = [f"{total['model_tokens']:,.0f}" for total in totals]
+    lines.append(f"| tokens through the model there, with padding | {' | '.join(tokens)} |")
+    if "peak" in totals[0]:
+        peaks = [f"{total['peak'] / 2**20:,.0f}" for total in totals]
         lines.append(f"| MiB beside weights and optimizer | {' | '.join(peaks)} |")
     return "\n".join(lines)
 
@@ -491,10 +534,17 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--device",
-        choices=SIZES,
+        choices=DEFAULTS,
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="where to measure; default: %(default)s",
     )
+    parser.add_argument("--size", choices=SIZES, help="of the model; default: tiny, on a GPU 0.5B")
+    parser.add_argument("--lengths", choices=("equal", "real"), help="of responses; default: equal")
+    parser.add_argument("--flat", type=float, help="share of prompts with equal rewards; default: none")
+    parser.add_argument("--beta", type=float, help="of the KL term; default: 0.04")
+    parser.add_argument("--micro-batches", type=int, help="of a step")
+    parser.add_argument("--prompts", type=int, help="of a step")
+    parser.add_argument("--new-tokens", type=int, help="of a response, at most")
     parser.add_argument("--who", nargs="+", choices=RUNNERS, help="trainers; default: all, on a GPU TRL's")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; default: %(default)s")
     parser.add_argument("--json", type=Path, help="the result file")
@@ -507,10 +557,20 @@ def main(arguments: list[str] | None = None) -> None:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # accelerate would take a GPU if there is one
     torch.set_num_threads(options.threads)
     save = functools.partial(measuring.write, options.json) if options.json is not None else lambda _: None
-    result = measure(SIZES[options.device], options.device, options.steps, options.who or (), save)
-    size = SIZES[options.device]
-    responses = f"{size.prompts} prompts x {size.group} responses of {size.new_tokens} tokens"
-    print(f"\n{size.name} on {options.device}: {responses}\n")
+    size = SIZES[options.size or DEFAULTS[options.device]]
+    chosen = {name: getattr(options, name) for name in ("lengths", "flat", "beta", "prompts", "new_tokens")}
+    size = dataclasses.replace(size, **{name: value for name, value in chosen.items() if value is not None})
+    rows = size.prompts * size.group
+    if options.micro_batches:
+        size = dataclasses.replace(size, micro_batch=rows // options.micro_batches)
+    if size.lengths == "real":
+        size = dataclasses.replace(size, who=DEALT)
+    result = measure(size, options.device, options.steps, options.who or (), save)
+    responses = f"{size.prompts} prompts x {size.group} responses of up to {size.new_tokens} tokens"
+    batches = (
+        f"{size.lengths} lengths, {size.flat:.0%} flat prompts, beta {size.beta}, micro-batches of {size.micro_batch}"
+    )
+    print(f"\n{size.name} on {options.device}: {responses}, {batches}\n")
     print(table(result))
 
 

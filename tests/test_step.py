@@ -22,7 +22,7 @@ pytest.importorskip("datasets")
 
 from benchmarks import step
 
-WHO = ["grpo_trainer", "TRL's GRPOTrainer", "FusedGRPOTrainer", 'FusedGRPOTrainer, head="fused"']
+WHO = [*step.RUNNERS]
 MODEL = {
     "vocab_size": 40,
     "hidden_size": 16,
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU TR
 
 @pytest.mark.full
 def test_every_phase_of_every_trainer_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(step.SIZES, "cpu", SMALL)
+    monkeypatch.setitem(step.SIZES, "tiny", SMALL)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     threads = torch.get_num_threads()
     step.main(["--steps", "3", "--device", "cpu", "--json", str(tmp_path / "step.json")])
@@ -46,14 +46,38 @@ def test_every_phase_of_every_trainer_is_timed(tmp_path: Path, monkeypatch: pyte
     document = json.loads((tmp_path / "step.json").read_text())
     assert document["device"] == "cpu" and document["steps"] == 2 and document["model"]["model"] == MODEL
     assert [(row["who"], row["phase"]) for row in document["rows"]] == [(w, p) for w in WHO for p in step.PHASES]
-    assert [(total["who"], total["tokens_a_step"]) for total in document["totals"]] == [(w, 4 * 4 * 6) for w in WHO]
+    assert [total["who"] for total in document["totals"]] == WHO
     for row in document["rows"] + document["totals"]:
         assert 0 < row["seconds_low"] <= row["seconds_median"] <= row["seconds_high"], row
     for each in document["totals"]:  # the median of two steps is their mean
         parts = sum(row["seconds_median"] for row in document["rows"] if row["who"] == each["who"])
         assert parts == pytest.approx(each["seconds_median"], rel=0.02, abs=2e-3)
     lines = step.table(document).splitlines()
-    assert [line.split("|")[1].strip() for line in lines[2:]] == [*step.PHASES, "total"]
+    assert [line.split("|")[1].strip() for line in lines[2 : 3 + len(step.PHASES)]] == [*step.PHASES, "total"]
+
+
+def test_real_lengths_and_flat_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same in all trainers, of which one computes fewer tokens."""
+    monkeypatch.setitem(step.SIZES, "tiny", dataclasses.replace(SMALL, is_given=True))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    options = ["--lengths", "real", "--flat", "0.5", "--beta", "0", "--new-tokens", "30", "--micro-batches", "4"]
+    threads = torch.get_num_threads()
+    step.main(["--steps", "2", "--device", "cpu", "--json", str(tmp_path / "step.json"), *options])
+    torch.set_num_threads(threads)
+    document = json.loads((tmp_path / "step.json").read_text())
+    tokens = {total["who"]: total["model_tokens"] for total in document["totals"]}
+    assert [*tokens] == [*step.DEALT]
+    assert tokens[step.DEALT[0]] == tokens[step.DEALT[1]] > 2 * tokens[step.DEALT[2]]
+    assert document["totals"][0]["gain_median"] == 1 and document["model"]["micro_batch"] == 4
+
+
+def test_responses_end_like_those_of_a_reasoning_run() -> None:
+    size = dataclasses.replace(SMALL, prompts=200, group=8, new_tokens=300, lengths="real")
+    responses = step.ended(size, [[5] * 300] * 1600, 1)
+    assert all((len(ids) < 300) == (ids[-1] == 1) and 1 not in ids[:-1] for ids in responses)
+    lengths = torch.tensor([float(len(ids)) for ids in responses])
+    assert 85 < lengths.median() < 115 and 0.05 < (lengths == 300).double().mean() < 0.15
+    assert 0.5 < lengths.log().view(200, 8).std(1).median() < 0.75  # 0.7, but for those that the limit cuts
 
 
 def test_a_phase_within_another_counts_once() -> None:
@@ -73,10 +97,11 @@ def runner_of(monkeypatch: pytest.MonkeyPatch, **tokens: int) -> None:
 
     class Runner:
         def __init__(self, of_step: int) -> None:
-            self.clock, self.tokens, self.of_step = step.Clock("cpu"), 0, of_step
+            self.clock, self.tokens, self.model_tokens, self.of_step = step.Clock("cpu"), 0, 0, of_step
 
         def step(self) -> None:
-            self.tokens += self.of_step
+            with self.clock.phase("forward and backward"):
+                self.tokens += self.of_step
 
         def close(self) -> None:
             pass
@@ -91,7 +116,7 @@ def test_each_step_is_printed_and_saved_as_it_ends(
 ) -> None:
     """The second runner breaks in the third step: all before is on the screen and in the file."""
     runner_of(monkeypatch, one=96, other=96)
-    monkeypatch.setitem(step.SIZES, "cpu", SMALL)
+    monkeypatch.setitem(step.SIZES, "tiny", SMALL)
     timed, taken = step.timed, list[int]()
 
     def breaks(*arguments: Any) -> dict[str, float]:
@@ -107,7 +132,7 @@ def test_each_step_is_printed_and_saved_as_it_ends(
     assert printed == [("one", "0"), ("other", "0"), ("one", "1"), ("other", "1"), ("one", "2")]
     document = json.loads((tmp_path / "step.json").read_text())
     assert document["steps"] == 2 and [total["who"] for total in document["totals"]] == ["one", "other"]
-    assert step.table(document).count("\n") == 8
+    assert step.table(document).count("\n") == 11
 
 
 def test_unequal_numbers_of_tokens_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
