@@ -38,11 +38,15 @@ with warnings.catch_warnings():
 
 ENTROPY = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "max_steps": 6, "num_generations": 8}
 QUANTILE = ENTROPY | {"top_entropy_quantile": 0.5}  # which the fused head refuses here
+# Two of a prompt's completions, often equal: processes leave out different numbers of rows. A micro-batch has one row.
+PLAIN = {"max_steps": 6, "num_generations": 2, "beta": 0.0, "loss_type": "grpo", "per_device_train_batch_size": 1}
 TRAINED: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     "theirs": (GRPOTrainer, QUANTILE, {}),
     "ours": (FusedGRPOTrainer, QUANTILE, {}),
     "logprobs": (FusedGRPOTrainer, ENTROPY, {}),
     "fused": (FusedGRPOTrainer, ENTROPY, {"head": "fused"}),
+    "plain": (GRPOTrainer, PLAIN, {}),
+    "by length": (FusedGRPOTrainer, PLAIN, {"batching": "by_length", "masked_rows": "vote", "head": "fused"}),
 }
 # Units that FSDP2 shards: the head with all that is not a layer, with the last norm (as accelerate does), or by itself.
 SHARDS = ("replicated", "root", "tail", "head")
