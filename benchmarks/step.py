@@ -77,6 +77,8 @@ TRLS = ("TRL's GRPOTrainer", "FusedGRPOTrainer", 'FusedGRPOTrainer, head="fused"
 DEALT = ("TRL's GRPOTrainer", 'FusedGRPOTrainer, head="fused"', 'FusedGRPOTrainer, head="fused", batching="by_length"')
 SIZES = {
     "tiny": Size("tiny", shape(160, 128, 256, 2, 4, 4), "float32", 16, 8, 24, 32, 64),
+    # with the vocabulary of Llama 2
+    "tiny-32k": Size("tiny-32k", shape(32_000, 128, 256, 2, 4, 4), "float32", 10, 8, 24, 256, 8, True, DEALT),
     # the shapes of SmolLM2-135M, and of Qwen2.5-0.5B and 1.5B
     "135M": Size("135M", shape(49_152, 576, 1536, 30, 9, 3), "float32", 10, 8, 8, 48, 8, True, DEALT),
     "0.5B": Size("0.5B", shape(151_936, 896, 4864, 24, 14, 2), "bfloat16", 16, 8, 128, 128, 32, True, TRLS),
@@ -542,6 +544,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--lengths", choices=("equal", "real"), help="of responses; default: equal")
     parser.add_argument("--flat", type=float, help="share of prompts with equal rewards; default: none")
     parser.add_argument("--beta", type=float, help="of the KL term; default: 0.04")
+    parser.add_argument("--given", action="store_true", help="draw responses instead of generating them")
     parser.add_argument("--micro-batches", type=int, help="of a step")
     parser.add_argument("--prompts", type=int, help="of a step")
     parser.add_argument("--new-tokens", type=int, help="of a response, at most")
@@ -563,6 +566,8 @@ def main(arguments: list[str] | None = None) -> None:
     rows = size.prompts * size.group
     if options.micro_batches:
         size = dataclasses.replace(size, micro_batch=rows // options.micro_batches)
+    if options.given:
+        size = dataclasses.replace(size, is_given=True)
     if size.lengths == "real":
         size = dataclasses.replace(size, who=DEALT)
     result = measure(size, options.device, options.steps, options.who or (), save)
