@@ -14,9 +14,9 @@ _OP = "deal_by_length"
 def deal_by_length(
     lengths: Tensor, count: int, *, most_tokens: int | None = None, multiple: int = 1
 ) -> list[list[int]]:
-    """Deals rows to micro-batches, the largest of which has as few tokens as can be, with its padding.
+    """Deals rows to micro-batches by length, so that the largest has as few tokens as can be, with its padding.
 
-    Rows of similar length come together, so that little is padded. Gradients of micro-batches add up: with weights that
+    Rows that are neighbours by their length come together. Gradients of micro-batches add up: with weights that
     are counted over the whole batch, as token_shares counts them, the dealing does not change the gradient.
 
     Args:

@@ -330,7 +330,7 @@ def test_a_peer_that_breaks_the_gpu_ends_the_run_and_another_that_raises_does_no
         monkeypatch.setattr(test_cases, "device_error", lambda error=error: error)
         # a skip that nothing expects would skip this test
         with pytest.raises((pytest.skip.Exception, pytest.exit.Exception)) as ended:
-            test_cases.test_case(suite, case, who, None)
+            test_cases.test_case(None, suite, case, who, None)
         assert isinstance(ended.value, outcome) and (error or "an illegal memory access") in str(ended.value)
 
 

@@ -46,13 +46,13 @@ def test_the_gpu_sleeps_until_the_call_is_queued(
     monkeypatch: pytest.MonkeyPatch, host: float, sleeps: list[int]
 ) -> None:
     played = Gpu(monkeypatch, host)
-    timer = measure.EventTimer(lambda: None)
+    timer = measure.EventTimer(lambda: None, torch.device("cuda"))
     assert timer.warm(3) == 250 and timer.is_gapless and played.sleeps == sleeps
 
 
 def test_a_call_that_waits_for_the_gpu_is_timed_with_its_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     played = Gpu(monkeypatch, host=9.0)
-    timer = measure.EventTimer(lambda: None)
+    timer = measure.EventTimer(lambda: None, torch.device("cuda"))
     assert timer.warm(3) == 250 and not timer.is_gapless
     assert max(played.sleeps) == measure.MOST_AHEAD * 1e6 and len(played.sleeps) < 15
 

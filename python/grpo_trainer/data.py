@@ -88,11 +88,6 @@ class Batch:
         """Tokens [N, 2] of the prompt and of the response of each row."""
         return torch.stack((self.prompt_mask.sum(1)[self.prompt_of], self.mask.sum(1)), 1)
 
-    def padded_tokens(self, share: bool) -> int:
-        """Tokens that a model computes, with the padding; `share`: each prompt once."""
-        prompts = self.prompts.numel() if share else len(self.tokens) * self.prompts.shape[1]
-        return prompts + self.tokens.numel()
-
     def to(self, device: torch.device) -> Batch:
         fields: list[Any] = [getattr(self, field.name) for field in dataclasses.fields(self)]
         moved: list[Any] = [None if field is None else field.to(device) for field in fields]

@@ -421,11 +421,18 @@ def micro_batches(
     """
     rows = torch.arange(len(batch.tokens), device=batch.tokens.device) if rows is None else rows
     share = shares_prompts(run) if share is None else share
-    neighbours = rows.split(distributed.MicroBatches.size(len(rows), size))
-    dealt = [rows[part] for part in gk.deal_by_length(batch.lengths[rows], len(neighbours))]
-    tokens = [sum(batch.rows(part).padded_tokens(share) for part in parts) for parts in (neighbours, dealt)]
-    parts = neighbours if tokens[0] <= tokens[1] else dealt
-    return distributed.MicroBatches(parts, equal_count=run.policy.is_sharded)
+    lengths, prompt_of = batch.lengths[rows].cpu(), batch.prompt_of[rows].tolist()
+    neighbours = torch.arange(len(rows)).split(distributed.MicroBatches.size(len(rows), size))
+    dealt = [torch.tensor(part) for part in gk.deal_by_length(lengths, len(neighbours))]
+
+    def tokens(part: Tensor) -> int:
+        """Tokens that the model computes, with the padding."""
+        prompt, response = lengths[part].amax(0).tolist()
+        prompts = len({prompt_of[row] for row in part.tolist()}) if share else len(part)
+        return prompts * int(prompt) + len(part) * int(response)
+
+    parts = min((neighbours, dealt), key=lambda parts: sum(map(tokens, parts)))
+    return distributed.MicroBatches([rows[part] for part in parts], equal_count=run.policy.is_sharded)
 
 
 def backward(run: Run, loss: Tensor, counts: bool) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import functools
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from accelerate.state import GradientState
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
 pytest.importorskip("trl")
@@ -23,8 +26,8 @@ pytest.importorskip("datasets")
 from trl import GRPOTrainer
 
 import grpo_kernels as gk
-from grpo_kernels.integrations.trl import FusedGRPOTrainer
-from grpo_kernels.integrations.trl.by_length import Croppable
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, by_length
+from grpo_kernels.integrations.trl.by_length import Croppable, Lengths
 from grpo_kernels.ops.policy_loss.trl_fields import TRL_LOSS_TYPES
 from tests.harness import assert_close_to_rounding, quick
 from tests.integrations import tiny_models, tiny_trl
@@ -91,6 +94,13 @@ def exact(folder: Path, changes: dict[str, Any], **options: Any) -> Any:
     )
     trainer.beta = changes.get("beta", 0.0)  # the reference's log-probs are given
     return trainer
+
+
+@pytest.fixture(autouse=True)
+def synchronising() -> Iterator[None]:
+    """As accelerate's state of a process is without a trainer."""
+    yield
+    GradientState()._set_sync_gradients(True)
 
 
 def passes(trainer: Any, parts: Window, compute: Any = FusedGRPOTrainer._compute_loss) -> Any:
@@ -358,23 +368,80 @@ def test_old_and_reference_log_probs_are_dealt(tmp_path: Path, is_alone: bool) -
 # -------------------------------------------------------------------------------------------------------------- models
 
 
-def config(**fields: Any) -> Any:
-    return AutoConfig.for_model("llama", **{"hidden_size": 8, "num_attention_heads": 1} | fields)
+def sides(of_model: Any = None, **fields: Any) -> Croppable:
+    """Of a Llama with fields of its config, or of another config."""
+    sizes = {"hidden_size": 8, "num_attention_heads": 1}
+    config = of_model or AutoConfig.for_model("llama", **sizes | fields)
+    return Croppable.of(SimpleNamespace(config=config))
+
+
+def text(**fields: Any) -> Any:
+    """A config that has these fields alone."""
+    inner = SimpleNamespace(model_type="a model", **fields)
+    return SimpleNamespace(get_text_config=lambda: inner)
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
 def test_sides_that_may_be_cropped() -> None:
     long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    assert Croppable.of(config()) == (True, True)
-    assert Croppable.of(config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})) == (1, 1)
-    assert Croppable.of(config(rope_parameters=dynamic)) == (False, False)
-    assert Croppable.of(config(rope_parameters=long | {"original_max_position_embeddings": 32})) == (False, False)
-    by_layer = {"full_attention": dynamic, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    text = mock.Mock(spec=["rope_parameters"], rope_parameters=by_layer)
-    assert Croppable.of(mock.Mock(get_text_config=lambda: text)) == (False, False)
-    chunks = mock.Mock(rope_parameters={"rope_type": "default"}, attention_chunk_size=4)
-    assert Croppable.of(mock.Mock(get_text_config=lambda: chunks)) == (False, True)
-    assert Croppable.of(GPT2Config()) == (False, True)
+    assert sides() == sides(rope_parameters=dynamic | {"rope_type": "linear"}) == (True, True)
+    assert sides(rope_parameters=dynamic) == (False, False)
+    assert sides(rope_parameters=long | {"original_max_position_embeddings": 32}) == (False, False)
+    assert sides(text(rope_parameters={"full_attention": dynamic, "sliding_attention": ROPE})) == (False, False)
+    assert sides(text(rope_parameters=ROPE, attention_chunk_size=4)) == (False, True)
+    assert sides(text(rope_parameters=ROPE | {"llama_4_scaling_beta": 0.1})) == (False, True)
+    assert sides(GPT2Config()) == (False, True)
+    prefix = {"default": SimpleNamespace(is_prompt_learning=True)}
+    assert Croppable.of(SimpleNamespace(config=text(rope_parameters=ROPE), peft_config=prefix)) == (False, True)
+
+
+def test_recurrent_layers_must_not_see_padding() -> None:
+    """With RoPE a row that runs alone is cropped to its prompt; others mask the padding."""
+    assert sides(text(rope_parameters=ROPE, linear_conv_kernel_dim=4)) == (True, True)
+    for fields in ({"state_size": 16}, {"rope_parameters": ROPE, "lru_width": 8}):
+        with pytest.raises(ValueError, match=r"^FusedGRPOTrainer: batching must be 'trl' for a model .*'a model'$"):
+            sides(text(**fields))
+    masks = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1]]), torch.ones(2, 8)
+    lengths = Lengths(*masks, Croppable(True, True), 4)
+    assert lengths.longest(torch.tensor([0])) == (1, 8) and lengths.longest(torch.tensor([0, 1])) == (4, 8)
+
+
+def test_inputs_of_a_subclass(tmp_path: Path) -> None:
+    """Lists are dealt as in TRL, and tokens are masked anywhere in a completion."""
+    trainer = exact(tmp_path, {"loss_type": "grpo"})
+    parts = window(trainer)
+    for number, part in enumerate(parts):
+        part["completion_mask"] = part["completion_mask"] * (torch.arange(8) >= 2)
+        part["names"] = [f"{number}{row}" for row in range(4)]
+        part["lengths"] = part["completion_mask"].sum(1)
+    left_out = sum(
+        int(((part["completion_mask"] * part["tool_mask"]).sum(1) * part["advantages"] == 0).sum()) for part in parts
+    )
+    assert left_out > 5
+    assert_same_step(trainer, parts, left_out)
+    trainer._buffered_inputs, trainer._step = parts, 0
+    trainer.dealer.on_step_begin()
+    dealt = [trainer.dealer.next() for _ in parts]
+    names = {name: int(count) for part in parts for name, count in zip(part["names"], part["lengths"], strict=True)}
+    for inputs in dealt:
+        assert len(inputs["names"]) == len(inputs["completion_ids"])
+        assert [names[name] for name in inputs["names"]] == inputs["completion_mask"].sum(1).tolist()
+
+
+def test_vespo_as_a_config_counts_rows_that_ran(tmp_path: Path) -> None:
+    """Also in a micro-batch of TRL's of which none ran."""
+    trainer = exact(tmp_path, {}, loss=gk.LossConfig("vespo"))
+    parts = window(trainer)
+    parts[1]["advantages"] = torch.zeros(4)
+    logs = passes(trainer, parts)[2]
+    seen = []
+    for part in (parts[0], parts[2], parts[3]):
+        ran = (part["advantages"] != 0) & (part["completion_mask"] * part["tool_mask"]).any(1)
+        seen.append(without_dealer(trainer, [by_length.at(part, ran.nonzero().squeeze(1))])[2]["vespo/phi_seq_mean"])
+    assert logs["vespo/phi_seq_mean"] == pytest.approx(statistics.fmean(seen), rel=1e-9)
 
 
 def test_images_are_refused(tmp_path: Path) -> None:

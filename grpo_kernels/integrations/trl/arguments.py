@@ -190,7 +190,7 @@ def check_batching(trainer: Any, batching: str, micro_batch_tokens: int | None) 
         ("loss", trainer.loss_function, trainer.loss_function is None, "must not be a function"),
         ("top_entropy_quantile", trainer.top_entropy_quantile, trainer.top_entropy_quantile == 1.0, "must be 1.0"),
         ("entropy_mean", trainer.entropy_mean, not bonus, "must be 'batch' for an entropy bonus"),
-        ("router_aux_loss_coef", trainer.aux_loss_enabled, not trainer.aux_loss_enabled, "must be 0"),
+        ("router_aux_loss_coef", trainer.router_aux_loss_coef, not trainer.aux_loss_enabled, "must be 0"),
     ]
     for name, value, holds, rule in rules:
         if not holds:

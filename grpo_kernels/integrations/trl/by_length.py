@@ -7,6 +7,7 @@ a token keeps the weight that it has in TRL's. Rows without a gradient need not 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,11 +22,17 @@ from grpo_kernels.integrations.trl.arguments import IMAGES
 
 Inputs = dict[str, Any]
 ROWS = "rows_of_window"  # of the inputs of a micro-batch: places of its rows in the window
-_LEFT = ("prompt_ids", "prompt_mask")  # padded on the left
 _SCORED = "completion_ids"
+_LEFT = ("prompt_ids", "prompt_mask")  # padded on the left
+_RIGHT = (  # if they have an entry for each token
+    *(_SCORED, "completion_mask", "tool_mask", "advantages", "importance_sampling_ratio", counting.WEIGHTS),
+    *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
+)
 _NO_LOGPROB = -1.0  # of a row that did not run: any number that a log-prob may be
 # RoPE whose angles depend on the length of the batch.
 _BY_LENGTH_OF_BATCH = ("longrope", "dynamic")
+# Sizes of recurrent layers. In a batch of one row their state takes in the padding before the prompt.
+_RECURRENT = ("state_size", "ssm_state_size", "mamba_d_state", "linear_conv_kernel_dim", "conv_L_cache", "lru_width")
 
 
 class Croppable(NamedTuple):
@@ -35,16 +42,23 @@ class Croppable(NamedTuple):
     right: bool
 
     @classmethod
-    def of(cls, config: Any) -> Croppable:
+    def of(cls, model: Any) -> Croppable:
         """Both, if positions are relative. Without RoPE they are counted from the left, padding included."""
-        text = config.get_text_config()
+        text = model.config.get_text_config()
         rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
         kinds = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
         names = {part.get("rope_type", part.get("type")) for part in kinds}
         if not names.isdisjoint(_BY_LENGTH_OF_BATCH):
             return cls(False, False)
-        has_chunks = getattr(text, "attention_chunk_size", None) is not None
-        return cls(bool(rope) and not has_chunks, True)
+        reads_places = getattr(text, "attention_chunk_size", None) is not None or "llama_4_scaling_beta" in rope
+        has_prefix = any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values())
+        left = bool(rope) and not reads_places and not has_prefix
+        if any(hasattr(text, name) for name in _RECURRENT) and (not left or hasattr(text, "lru_width")):
+            raise ValueError(
+                "FusedGRPOTrainer: batching must be 'trl' for a model whose recurrent layers see the padding before a "
+                f"prompt, got {text.model_type!r}"
+            )
+        return cls(left, True)
 
 
 class Lengths:
@@ -53,11 +67,12 @@ class Lengths:
     def __init__(self, prompts: Tensor, completions: Tensor, sides: Croppable, multiple: int | None) -> None:
         """From masks of both parts, [N, P] and [N, T]."""
         needed = [
-            mask.sum(1) if may_crop else torch.full_like(mask[:, 0], mask.shape[1])
-            for mask, may_crop in zip((prompts, completions), sides, strict=True)
+            _last(mask) if may_crop else torch.full((len(mask),), mask.shape[1], device=mask.device)
+            for mask, may_crop in zip((prompts.flip(1), completions), sides, strict=True)
         ]
         # a completion's first token needs one before it
         self.columns, self.multiple = torch.stack(needed, 1).clamp(min=1).cpu(), multiple or 1
+        self._is_exact = sides.left
 
     def deal(self, rows: Tensor, count: int, most_tokens: int | None) -> list[Tensor]:
         """The rows of at most `count` micro-batches."""
@@ -67,7 +82,14 @@ class Lengths:
     def longest(self, rows: Tensor) -> tuple[int, int]:
         """Columns of the prompts and of the completions of a micro-batch of these rows."""
         before, after = self.columns[rows].amax(0).tolist()
-        return -(-before // self.multiple) * self.multiple, -(-after // self.multiple) * self.multiple
+        if len(rows) > 1 or not self._is_exact:  # recurrent layers mask the padding of several rows alone
+            before = -(-before // self.multiple) * self.multiple
+        return before, -(-after // self.multiple) * self.multiple
+
+
+def _last(mask: Tensor) -> Tensor:
+    """Columns up to the last one that is not 0."""
+    return ((mask != 0) * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1)
 
 
 class Original(NamedTuple):
@@ -84,7 +106,7 @@ class Dealer(TrainerCallback):
 
     def __init__(self, trainer: Any, micro_batch_tokens: int | None) -> None:
         self._trainer, self.most_tokens = trainer, micro_batch_tokens
-        self._sides = Croppable.of(trainer.model.config)
+        self._sides = Croppable.of(trainer.model)
         # elsewhere all processes must run the model equally often
         self.is_alone = trainer.accelerator.distributed_type == DistributedType.NO
         self._queue: list[Inputs] = []
@@ -113,14 +135,14 @@ class Dealer(TrainerCallback):
         if images := [name for name in IMAGES if name in self._window[0]]:
             raise ValueError(f"FusedGRPOTrainer: batching must be 'trl' with images, got {', '.join(images)}")
         count, rows = len(self._window), joined([self._weighted(inputs) for inputs in self._window])
-        running, total = has_gradient(self._trainer, rows).cpu(), len(rows[_SCORED])
+        running = has_gradient(self._trainer, rows).cpu()
         self._has_run, self._tokens = running, None
         lengths = self.lengths(rows["prompt_mask"], rows["completion_mask"])
         parts = lengths.deal(running.nonzero().squeeze(1), count, self.most_tokens)
         dealt = [self._part(rows, part, lengths) for part in parts]
         more = (0 if dealt else 1) if self.is_alone else count - len(dealt)
         dealt += [self._without_weight(rows, lengths)] * more
-        nothing = {name: value for name, value in rows.items() if not is_by_row(value, total)}
+        nothing = {name: value for name, value in rows.items() if not is_by_row(value)}
         return dealt + [nothing] * (count - len(dealt))
 
     def _weighted(self, inputs: Inputs) -> Inputs:
@@ -156,7 +178,8 @@ class Dealer(TrainerCallback):
             return []
         assert self._tokens is not None
         size = len(self._window[0][_SCORED])
-        split = (torch.split(values, size) for values in (*self._tokens, self._has_run))
+        split = [torch.split(values, size) for values in (*self._tokens, self._has_run)]
+        self._tokens = None
         return [Original(*parts) for parts in zip(self._window, *split, strict=True)]
 
     def _tokens_of_window(self, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,34 +212,36 @@ def has_gradient(trainer: Any, rows: Inputs) -> Tensor:
     return result
 
 
-def is_by_row(value: Any, rows: int) -> bool:
-    """Whether a value of inputs has an entry for each row."""
-    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
+def is_by_row(value: Any) -> bool:
+    """Whether a value of inputs has an entry for each row, as TRL decides when it splits a batch."""
+    return isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
 def joined(parts: Sequence[Inputs]) -> Inputs:
     """The rows of several micro-batches."""
-    size, first = len(parts[0][_SCORED]), parts[0]
-    return {
-        name: torch.cat([part[name] for part in parts]) if is_by_row(value, size) else value
-        for name, value in first.items()
-    }
+    result = dict(parts[0])
+    for name, value in parts[0].items():
+        if is_by_row(value):
+            values = [part[name] for part in parts]
+            result[name] = [*itertools.chain(*values)] if isinstance(value, list) else torch.cat(values)
+    return result
 
 
 def at(rows: Inputs, index: Tensor) -> Inputs:
     """Some of the rows."""
-    total = len(rows[_SCORED])
-    return {name: value[index] if is_by_row(value, total) else value for name, value in rows.items()}
+    result = dict(rows)
+    for name, value in rows.items():
+        if is_by_row(value):
+            result[name] = [value[row] for row in index.tolist()] if isinstance(value, list) else value[index]
+    return result
 
 
 def cropped(rows: Inputs, prompt: int, completion: int) -> Inputs:
     """The rows without columns before the last `prompt` of prompts and after the first `completion` of completions."""
-    width, result = rows[_SCORED].shape[1], dict(rows)
-    for name, value in rows.items():
-        if name in _LEFT:
-            result[name] = value[:, -prompt:]
-        elif isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == width:
-            result[name] = value[:, :completion]
+    result = rows | {name: rows[name][:, -prompt:] for name in _LEFT}
+    for name in _RIGHT:
+        if name in rows and rows[name].dim() == 2:
+            result[name] = rows[name][:, :completion]
     return result
 
 

@@ -120,9 +120,9 @@ def _padded(values: Tensor, places: Tensor, scored: Tensor) -> Tensor:
 def padded_tokens(metrics: gk.PolicyLossMetrics, scored: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [B, T] that packed_policy_loss measured."""
     assert metrics.logprobs is not None and metrics.entropy is not None
-    places = scored.reshape(-1).nonzero().squeeze(1)
-    logprobs, entropy = (values[: len(places)] for values in (metrics.logprobs, metrics.entropy))
-    return _padded(logprobs, places, scored), _padded(entropy, places, scored)
+    # without the places of the tokens, for which the host would wait until the head is done
+    none = metrics.logprobs.new_zeros(scored.shape)
+    return none.masked_scatter(scored, metrics.logprobs), none.masked_scatter(scored, metrics.entropy)
 
 
 def packed_policy_loss(head: HeadInputs, tokens: TokenInputs, scored: Tensor, **options: Any) -> gk.PolicyLoss:

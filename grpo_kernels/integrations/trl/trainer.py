@@ -364,7 +364,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                     results.append((self._compose(inputs, *tokens, options), tokens))
                 else:
                     result = fused_head.packed_policy_loss(head, self._token_inputs(inputs), scored, **options)
-                    is_dealt = self.dealer is not None
+                    is_dealt = self.dealer is not None and self.model.training
                     results.append((result, fused_head.padded_tokens(result.metrics, scored) if is_dealt else None))
                 return results[-1][0].loss.expand(len(head.targets)), None  # the outputs must depend on the head
 
@@ -495,7 +495,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         inputs, logprobs, entropy, has_run = part
         index = has_run.nonzero().squeeze(1).to(logprobs.device)
         num_tokens = counting.loss_mask(inputs)[index].sum()
-        if self.loss_type == "vespo":
+        if options["config"].loss == "vespo":
             inputs, logprobs, entropy = by_length.at(inputs, index), logprobs[index], entropy[index]
         with torch.no_grad():
             metrics = self._compose(inputs, logprobs, entropy, options).metrics
