@@ -60,6 +60,7 @@ class Size:
     lengths: str = "equal"
     flat: float = 0.0  # share of prompts whose rewards are equal
     beta: float = 0.04
+    micro_batch_tokens: int | None = None  # with batching="by_length"
 
 
 def shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
@@ -408,6 +409,8 @@ def trl_trainer(*arguments: Any) -> Runner:
 def fused_trainer(*arguments: Any, **options: Any) -> Runner:
     from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
+    if "batching" in options:
+        options["micro_batch_tokens"] = arguments[0].micro_batch_tokens
     return Theirs(*arguments, FusedGRPOTrainer, **options)
 
 
@@ -546,6 +549,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--beta", type=float, help="of the KL term; default: 0.04")
     parser.add_argument("--given", action="store_true", help="draw responses instead of generating them")
     parser.add_argument("--micro-batches", type=int, help="of a step")
+    parser.add_argument("--micro-batch-tokens", type=int, help="with batching by length")
     parser.add_argument("--prompts", type=int, help="of a step")
     parser.add_argument("--new-tokens", type=int, help="of a response, at most")
     parser.add_argument("--who", nargs="+", choices=RUNNERS, help="trainers; default: all, on a GPU TRL's")
@@ -561,7 +565,10 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     save = functools.partial(measuring.write, options.json) if options.json is not None else lambda _: None
     size = SIZES[options.size or DEFAULTS[options.device]]
-    chosen = {name: getattr(options, name) for name in ("lengths", "flat", "beta", "prompts", "new_tokens")}
+    chosen = {
+        name: getattr(options, name)
+        for name in ("lengths", "flat", "beta", "prompts", "new_tokens", "micro_batch_tokens")
+    }
     size = dataclasses.replace(size, **{name: value for name, value in chosen.items() if value is not None})
     rows = size.prompts * size.group
     if options.micro_batches:

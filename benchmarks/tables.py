@@ -40,7 +40,7 @@ def case_rows(result: Result) -> list[str]:
 
 
 def origin(result: Result, row: Result) -> str:
-    """What sets a row apart from those of the newest run: its commit, or the machine."""
+    """The commit or the machine of a row, if the newest run has another one."""
     newest, run = result["runs"][-1], result["runs"][row["run"]]
     if run is newest:
         return ""

@@ -3,6 +3,7 @@
     python tools/peer_tests.py trl ~/trl               # a checkout of huggingface/trl: its tests of GRPOTrainer
     python tools/peer_tests.py verl ~/verl             # of verl-project/verl: its tests of losses and advantages
     python tools/peer_tests.py trl ~/trl -k "train"    # further arguments go to pytest
+    python tools/peer_tests.py trl ~/trl --by-length   # ours with batching="by_length", which refuses some settings
 
 The models and data that TRL's tests download are generated instead, small and random, under the same names. Functions
 `is_PACKAGE_available` that the tests import and the installed TRL lacks are added. A test that
@@ -27,6 +28,7 @@ from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest.mock import MagicMock
 from xml.etree import ElementTree
 
@@ -192,12 +194,16 @@ def add_missing_checks() -> None:
         setattr(module, name, function)
 
 
-def replace_in_trl() -> None:
+def replace_in_trl(batching: str) -> None:
     import trl
 
     from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
-    trl.GRPOTrainer = FusedGRPOTrainer  # type: ignore[misc]
+    class Ours(FusedGRPOTrainer):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, batching=batching, **options)
+
+    trl.GRPOTrainer = Ours  # type: ignore[misc]
 
 
 def replace_in_verl() -> None:
@@ -238,6 +244,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peer", choices=FILES, help="whose tests")
     parser.add_argument("checkout", type=Path, help="folder of the peer's sources")
+    parser.add_argument("--by-length", action="store_true", help="TRL's tests with batching='by_length'")
     parser.add_argument("--json", type=Path, help="file for the outcome of each test")
     options, arguments = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -246,7 +253,10 @@ def main() -> int:
         if options.peer == "trl":
             make_models(place / HUB)
             make_data(place / HUB)
-        theirs, ours = (run(options.peer, place, kind, arguments) for kind in ("theirs", "ours"))
+        theirs, ours = (
+            run(options.peer, place, kind, arguments)
+            for kind in ("theirs", "by_length" if options.by_length else "ours")
+        )
     worse = [name for name, outcome in theirs.items() if outcome == "passed" and ours.get(name) != "passed"]
     print(f"theirs {dict(Counter(theirs.values()))}, ours {dict(Counter(ours.values()))}")
     print("passing only with the peer's code:", *(worse or ["none"]), sep="\n  ")
@@ -264,8 +274,8 @@ if VARIABLE in os.environ and __name__ != "__main__":  # loaded by pytest as a p
                 sys.modules[_name] = MagicMock(__path__=[], __spec__=ModuleSpec(_name, None))
     else:
         add_missing_checks()
-    if _kind == "ours":
-        replace_in_trl() if _peer == "trl" else replace_in_verl()
+    if _kind != "theirs":
+        replace_in_trl({"ours": "trl"}.get(_kind, _kind)) if _peer == "trl" else replace_in_verl()
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -161,7 +161,7 @@ def test_the_step_does_not_depend_on_the_dealing(tmp_path: Path, loss_type: str,
 
 @pytest.mark.parametrize("name", quick(("llama", "gemma2", "cohere"), "llama", "gemma2"))
 def test_the_step_is_trls(tmp_path: Path, name: str) -> None:
-    """Of models with RoPE, which are cropped on both sides."""
+    """Models with RoPE are cropped on both sides."""
     trainer = made(tmp_path, changes={"loss_type": "grpo", "beta": 0.0}, model=tiny_models.model(name), **BY_LENGTH)
     parts = window(trainer)
 
@@ -224,7 +224,7 @@ def test_what_runs(tmp_path: Path) -> None:
 
 
 def test_every_process_runs_the_model_equally_often(tmp_path: Path) -> None:
-    """Where forwards are collectives, what has nothing to run runs a row of weight zero."""
+    """A micro-batch without rows runs one of weight zero, as forwards may be collectives."""
     trainer = exact(tmp_path, {})
     parts = window(trainer, rows=1)
     assert len(runs_of(trainer, parts)) == 11
@@ -369,7 +369,7 @@ def test_old_and_reference_log_probs_are_dealt(tmp_path: Path, is_alone: bool) -
 
 
 def sides(of_model: Any = None, **fields: Any) -> Croppable:
-    """Of a Llama with fields of its config, or of another config."""
+    """Croppable sides of a Llama with fields of its config, or of another config."""
     sizes = {"hidden_size": 8, "num_attention_heads": 1}
     config = of_model or AutoConfig.for_model("llama", **sizes | fields)
     return Croppable.of(SimpleNamespace(config=config))

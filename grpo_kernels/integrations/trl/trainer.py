@@ -47,7 +47,7 @@ class _Measured(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """What is logged of a micro-batch.
+    """The numbers of a micro-batch that are logged.
 
     Attributes:
         metrics: of the loss
