@@ -97,7 +97,12 @@ def test_links_are_rewritten_for_the_site() -> None:
     assert relinked("[`a`](examples/grpo.py)", "README.md") == "`a`"
     assert relinked("[a](tutorial.ipynb)", "docs/README.md") == "[a](tutorial.md)"
     assert relinked("[a](absent.md)", "README.md") == "[a](absent.md)"
-    picture = re.search(r"<picture>.*?</picture>", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert picture is not None
-    images = docs_site.pictures_by_scheme(picture[0])
-    assert "summary_light.png#only-light){ width=830 }" in images and "summary_dark.png#only-dark" in images
+    picture = (
+        '<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="docs/images/curve_dark.png">\n'
+        '  <img src="docs/images/curve_light.png" width="830" alt="A curve">\n</picture>'
+    )
+    images = docs_site.pictures_by_scheme(picture)
+    assert "![A curve](docs/images/curve_light.png#only-light){ width=830 }" in images
+    assert "curve_dark.png#only-dark" in images
+    readme = docs_site.pictures_by_scheme((ROOT / "README.md").read_text())
+    assert "<picture>" not in readme and readme.count("#only-light") == readme.count("#only-dark") > 1
