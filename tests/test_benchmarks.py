@@ -63,7 +63,7 @@ def suite_of(path: Path | None = None, **options: Any) -> Suite:
 
 
 def test_every_op_has_cases_and_a_sweep_of_four_decades() -> None:
-    of_head = {"linear_logprobs", "linear_policy_loss", "linear_distillation_loss", "sampled_support"}
+    of_head = {"linear_logprobs", "linear_policy_loss", "linear_distillation_loss"}
     assert {*OPS} == {*PACKAGE_OPS} - {"linear_head"} | of_head
     for op in OPS:
         assert cases(op, device="cpu") and cases(op, device="cuda"), op

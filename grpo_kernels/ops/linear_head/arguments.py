@@ -200,12 +200,3 @@ def check_weight_grad(op: str, weight_grad: Tensor | None, head: Head, is_added:
         raise ValueError(f"{op}: weight_grad must be a plain tensor for a weight that requires grad, got {got}")
     if not is_added:
         raise ValueError(f"{op}: weight_grad must be None {otherwise}, got a tensor")
-
-
-def check_support_alone(op: str, lm_head: LMHead, **arguments: object) -> None:
-    """Refuses with a support what divides the work of a head: only kept columns are computed, for all tokens."""
-    arguments = {"head.lora": lm_head.lora, "head.vocab_start": lm_head.vocab_start} | arguments
-    for name, value in arguments.items():
-        if value is not None:
-            got = type(value).__name__ if isinstance(value, tuple) else repr(value)  # not all elements of an adapter
-            raise ValueError(f"{op}: {name} must be None with support, got {got}; only kept columns are computed")

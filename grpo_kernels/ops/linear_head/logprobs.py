@@ -9,18 +9,17 @@ from torch import Tensor
 
 from grpo_kernels import backends, checks
 from grpo_kernels.ops.linear_head import logprobs_op as op
-from grpo_kernels.ops.linear_head import support_op
 from grpo_kernels.ops.linear_head.arguments import (
     check_banned,
     check_chunk_size,
     check_head,
     check_positions,
     check_shard,
-    check_support_alone,
 )
 from grpo_kernels.ops.linear_head.head import Head, LMHead
 from grpo_kernels.ops.linear_head.sizes import tokens_per_chunk
-from grpo_kernels.ops.linear_head.support import check_support
+from grpo_kernels.ops.sampled_support import registration as sampled_support
+from grpo_kernels.ops.sampled_support.arguments import check_support, check_support_alone
 from grpo_kernels.ops.token_logprobs import TokenLogprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
@@ -111,5 +110,5 @@ def _over_support(
         head = dataclasses.replace(head, targets=torch.where(others, IGNORED, head.targets))
     entries = check_support(_OP, support, head)
     device = head.hidden.device
-    chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, support_op.SUPPORTS, device.index)
-    return support_op.apply(chosen, head, entries, return_entropy, None)
+    chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, sampled_support.SUPPORTS, device.index)
+    return sampled_support.apply(chosen, head, entries, return_entropy, None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import backends, checks
-from grpo_kernels.ops.linear_head import distillation_op, logprobs_op, loss_op, support_op
+from grpo_kernels.ops.linear_head import distillation_op, logprobs_op, loss_op
 from grpo_kernels.ops.linear_head.arguments import (
     check_banned,
     check_chunk_size,
@@ -18,7 +18,6 @@ from grpo_kernels.ops.linear_head.arguments import (
     check_positions,
     check_reference,
     check_shard,
-    check_support_alone,
     check_weight_grad,
 )
 from grpo_kernels.ops.linear_head.chunking import chunking_of, split_tokens
@@ -26,7 +25,6 @@ from grpo_kernels.ops.linear_head.divergence import TeacherTokens
 from grpo_kernels.ops.linear_head.head import Head, LMHead, Shard
 from grpo_kernels.ops.linear_head.precomputed import may_precompute
 from grpo_kernels.ops.linear_head.sizes import tokens_per_chunk
-from grpo_kernels.ops.linear_head.support import check_support
 from grpo_kernels.ops.linear_head.teacher import DistillationLoss, Teacher, check_teacher
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
 from grpo_kernels.ops.policy_loss import registration as policy_loss
@@ -42,6 +40,8 @@ from grpo_kernels.ops.policy_loss.arguments import (
 from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
 from grpo_kernels.ops.policy_loss.reference import Policy
+from grpo_kernels.ops.sampled_support import registration as sampled_support
+from grpo_kernels.ops.sampled_support.arguments import check_support, check_support_alone
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 from grpo_kernels.shared_positions import add_up, check_term_index, gather
 
@@ -166,7 +166,7 @@ def linear_policy_loss(
         ref_lora = None if reference is None else reference.lora
         only = {"chunk_size": chunk_size, "compact": compact, "memory": is_low, "ref_head.lora": ref_lora}
         check_support_alone(_OP, lm_head, **only)
-        return _over_support(call, support, _select(call, support_op.SUPPORTS, backend))
+        return _over_support(call, support, _select(call, sampled_support.SUPPORTS, backend))
     chosen = _select(call, logprobs_op.SUPPORTS, backend)
     shard = check_shard(_OP, lm_head, inputs, chosen)
     is_compact = _is_compact(compact, layout)
@@ -302,9 +302,9 @@ def _over_support(call: _Call, support: tuple[Tensor, Tensor], chosen: str) -> P
         )
     if call.reference is not None:
         reference = call.reference.for_targets_of(head)
-        ref_logprobs, _ = support_op.apply(chosen, reference, entries, False, None)
+        ref_logprobs, _ = sampled_support.apply(chosen, reference, entries, False, None)
         policy = dataclasses.replace(policy, ref_logprobs=_by_term(ref_logprobs, layout, call.term_index))
-    logprobs, entropy = support_op.apply(chosen, head, entries, call.want_entropy, weight_grad)
+    logprobs, entropy = sampled_support.apply(chosen, head, entries, call.want_entropy, weight_grad)
     result = _of_logprobs(call, logprobs, entropy if call.want_entropy else None, policy, chosen)
     return _add_divergence(result, call, None, chosen)
 

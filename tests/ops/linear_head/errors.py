@@ -1,4 +1,4 @@
-"""Errors of LMHead, of the three ops of the head, of a support and of a Teacher."""
+"""Errors of LMHead, of the three ops of the head and of a Teacher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.ops.linear_head.policy_loss_cases import CONFIGS
 HIDDEN, WEIGHT = torch.zeros(2, 3, 5, requires_grad=True), torch.zeros(7, 5, requires_grad=True)
 TARGETS, INTS, TOKENS = torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
 BIAS, A, B = torch.zeros(7), torch.zeros(2, 5), torch.zeros(7, 2)
-IDS, OFFSETS, OF_IDS = torch.tensor([4, 0, 2, 3, 1, 6]), torch.tensor([0, 2, 3, 6]), torch.tensor([0, 2, 6])
 TAUGHT, LOGPROBS = torch.tensor([0, 3]).expand(2, 3, 2), torch.full((2, 3, 2), -1.0)
 LINEAR, HALF = torch.nn.Linear(5, 7), torch.bfloat16
 ADAPTED = gk.LMHead(WEIGHT, lora=(A, B, 1.0))
@@ -37,14 +36,6 @@ def banning(*ids: int) -> dict[str, Any]:
     return {"head": gk.LMHead(WEIGHT, banned=torch.tensor(ids))}
 
 
-def with_id(value: int, place: int = 3) -> dict[str, Any]:
-    return {"support": (IDS.index_fill(0, torch.tensor(place), value), OFFSETS)}
-
-
-def with_offsets(*values: int, count: int = 6) -> dict[str, Any]:
-    return {"support": (IDS[:count], torch.tensor(values))}
-
-
 def taught(**fields: Any) -> dict[str, Any]:
     return {"teacher": gk.Teacher(**{"ids": TAUGHT, "logprobs": LOGPROBS} | fields)}
 
@@ -63,12 +54,10 @@ def at(tensor: Tensor, place: tuple[int, ...], value: float) -> Tensor:
 
 
 HEAD = {"hidden": HIDDEN, "head": WEIGHT}
-OVER_IDS = {"hidden": HIDDEN[0], "head": WEIGHT, "targets": OF_IDS, "support": (IDS, OFFSETS)}
 POLICY = HEAD | {"targets": TARGETS, "old_logprobs": TOKENS, "advantages": torch.ones(2)}
 CALLS = {
     "LMHead": Call(gk.LMHead, {"weight": WEIGHT}),
     "linear_logprobs": Call(gk.linear_logprobs, HEAD | {"targets": TARGETS}),
-    "linear_logprobs over a support": Call(gk.linear_logprobs, OVER_IDS),
     "linear_policy_loss": Call(gk.linear_policy_loss, POLICY),
     "linear_distillation_loss": Call(gk.linear_distillation_loss, HEAD | taught()),
 }
@@ -86,24 +75,6 @@ OF_TARGETS: Rows = {
     "positions must be ... 1 to 4, 1 of them repeated": {"positions": torch.tensor([4, 1, 4])},
     "chunk_size must be None with support, got 2; only kept columns": SUPPORT | {"chunk_size": 2},
     "head.lora must be None with support, got tuple": SUPPORT | {"head": ADAPTED},
-}
-OF_SUPPORTS: Rows = {
-    "support.token_ids must be on cpu ... got meta": {"support": (IDS.to("meta"), OFFSETS)},
-    "support.offsets must be on cpu ... got meta": {"support": (IDS, OFFSETS.to("meta"))},
-    "support.token_ids must have shape [E], got [1, 6]": {"support": (IDS[None], OFFSETS)},
-    "support.offsets must have shape [4], one more than ... got [3]": {"support": (IDS, OFFSETS[:3])},
-    "support.offsets must ascend from 0 to the number of token ids, 6, got 1 at 0": with_offsets(1, 2, 3, 6),
-    "support.offsets must ascend from 0 to the number of token ids, 6, got 2 at 2": with_offsets(0, 3, 2, 6),
-    "support.offsets must ascend from 0 to the number of token ids, 6, got 7 at 3": with_offsets(0, 2, 3, 7),
-    "support.offsets must ascend from 0 to the number of token ids, 6, got 5 at 3": with_offsets(0, 2, 3, 5),
-    "support.token_ids must be in [0, 7), got -1 in row 2": with_id(-1),
-    "support.token_ids must be in [0, 7), got 7 in row 2": with_id(7),
-    "support.token_ids must differ within a row, got 6 twice in row 2": with_id(6),
-    "support.token_ids must differ within a row, got 0 twice in row 0": with_id(0, place=0),
-    "targets must be in the support of their row, got 6 in row 2": with_offsets(0, 2, 3, 3, count=3),
-    "targets must be in the support of their row, got 0 in row 0": with_offsets(0, 0, 0, 0, count=0),
-    "targets must be in the support of their row, got 7 in row 1": {"targets": torch.tensor([0, 7, 6])},
-    "support.token_ids must not be banned by the head, got 4 at [0]": banning(4),
 }
 OF_TEACHER: Rows = {
     "teacher.ids must have shape [2, 3, k] with k > 0, ... got [3, 2]": taught(ids=TAUGHT[0]),
@@ -246,17 +217,6 @@ ERRORS = [
         RuntimeError,
         {f"targets must be in [0, 7) or -100, got {n} in row 5": {"targets": at(TARGETS, (1, 2), n)} for n in (-1, 7)},
     ),
-    Errors(
-        "linear_logprobs over a support",
-        TypeError,
-        {
-            "support must be a pair (token_ids, offsets) of tensors, got int": {"support": 3},
-            "support must be a pair (token_ids, offsets) of tensors, got list of 1": {"support": [IDS]},
-            "support.token_ids must be a tensor, got list": {"support": (IDS.tolist(), OFFSETS)},
-            "support.offsets must be of dtype ... got torch.float32": {"support": (IDS, OFFSETS.float())},
-        },
-    ),
-    Errors("linear_logprobs over a support", ValueError, OF_SUPPORTS),
     Errors(
         OF_TEACHERS,
         TypeError,

@@ -20,13 +20,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import grpo_kernels as gk
-from grpo_kernels.ops.linear_head import support_reference
-from tests.harness import assert_within_budget, device_of, examples, needs_cpu_kernels, runnable_backends
+from tests.harness import device_of, examples, needs_cpu_kernels, runnable_backends
 from tests.ops.linear_head import cases, heads
 from tests.ops.linear_head.cases import assert_as_reference, draw
 from tests.ops.linear_head.heads import BACKENDS, BF16, EXACT, F32, F64, KERNELS, LEAVES, NAN, OVER_SUPPORT
 from tests.ops.promises import Inputs, Results, run
-from tests.rounding import Moves
 
 # without shrinking, which takes minutes in Triton's interpreter
 PHASES = (Phase.explicit, Phase.generate)
@@ -228,30 +226,3 @@ def test_the_products_of_the_page_and_no_others(
     of_adapter = RANK * has_adapter * TOKENS * (COLUMNS + WIDTH)
     assert products * whole <= counted <= products * whole + 5 * of_adapter
     assert 5 * of_adapter < COLUMNS * RANK * WIDTH
-
-
-# A support
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_gathered_chunks_and_threads_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums over tokens and ids whose entries are in several chunks."""
-    inputs = cases.drawn("bias", "support", columns=40, width=21)
-    expected, threads = run(cases.op_of(inputs), inputs, "reference", dtype), torch.get_num_threads()
-    for numbers, count in ((21, 1), (5 * 21, 2), (support_reference._GATHERED, 3)):
-        monkeypatch.setattr(support_reference, "_GATHERED", numbers)
-        torch.set_num_threads(count)
-        got = run(cases.op_of(inputs), inputs, "reference", dtype)
-        torch.set_num_threads(threads)
-        assert all(torch.equal(got[name], expected[name]) for name in expected), numbers
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
-def test_the_sums_of_a_gpu_are_those_of_a_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = heads.rounded(cases.drawn("bias", "support", columns=40, width=21), dtype)
-    working, gold = (run(cases.op_of(inputs), inputs, "reference", kind) for kind in (dtype, F64))
-    moves = Moves(lambda: run(cases.op_of(inputs), inputs, "reference", F64), gold)
-    monkeypatch.setattr(support_reference, "_on_cpu", lambda tensor: False)
-    got = run(cases.op_of(inputs), inputs, "reference", dtype)
-    for name, value in gold.items():
-        assert_within_budget(got[name], working[name], value, name, moves=moves)

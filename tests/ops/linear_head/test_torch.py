@@ -23,7 +23,7 @@ from tests.harness import INDUCTOR, assert_close_to_rounding, device_of, needs_c
 from tests.ops.linear_head import cases, heads
 from tests.ops.linear_head import distillation_cases as distillation
 from tests.ops.linear_head import policy_loss_cases as losses
-from tests.ops.linear_head.heads import BF16, F32, F64, OVER_SUPPORT, assert_close
+from tests.ops.linear_head.heads import BF16, F32, F64, assert_close
 from tests.ops.linear_head.policy_loss_cases import problem
 from tests.ops.promises import Inputs, Op, Results, assert_same_bits, placed, run
 
@@ -124,24 +124,6 @@ def test_a_loss_whose_weight_gradient_was_added_must_not_be_scaled() -> None:
     loss = op.call(given | {"weight_grad": torch.zeros(31, 5, dtype=F64)}, "cpu")["loss"]
     with pytest.raises(RuntimeError, match="linear_policy_loss: the loss must be given to backward unscaled"):
         (loss / 2).backward()
-
-
-@pytest.mark.parametrize("backend", [name for name in OVER_SUPPORT if name != "reference"])
-def test_over_a_support_a_scaled_gradient_is_added_to_the_rows_of_kept_ids(backend: str) -> None:
-    op = problem("dapo", "bias", "support", columns=67, rows=2).op
-    given = on_device(op, backend, "weight")
-    start = torch.randn_like(given["weight"])
-    into = start.detach().clone()
-    (4 * op.call(given | {"weight_grad": into}, backend)["loss"]).backward()
-
-    def reference() -> Results:
-        before = start.detach().cpu().double()
-        gradient = run(op, op.draw(), "reference", F64)["d_weight"]
-        return {"d_weight": (before + 4 * gradient) - before}
-
-    assert_near({"d_weight": (into - start).detach().cpu()}, reference)
-    untouched = torch.ones(67, dtype=torch.bool).index_fill(0, op.draw()["support"][0], False)
-    assert untouched.any() and torch.equal(into[untouched], start[untouched])
 
 
 # Autocast

@@ -1,4 +1,4 @@
-"""Log-probs over the token ids that sampling kept: top-p, top-k and min-p renormalise over a few of them."""
+"""Checks of a support: top-p, top-k and min-p sampling renormalise over a few token ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo_kernels import checks
 from grpo_kernels.ops.linear_head.arguments import is_banned
-from grpo_kernels.ops.linear_head.head import Head
+from grpo_kernels.ops.linear_head.head import Head, LMHead
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 
@@ -59,6 +59,15 @@ def check_support(op: str, support: object, head: Head) -> Entries:
         is_wrong = is_banned(entries.token_ids, head.banned) & (entries.rows >= 0)
         checks.values(op, "support.token_ids", "not be banned by the head", is_wrong, entries.token_ids)
     return entries
+
+
+def check_support_alone(op: str, lm_head: LMHead, **arguments: object) -> None:
+    """Refuses with a support what divides the work of a head: only kept columns are computed, for all tokens."""
+    arguments = {"head.lora": lm_head.lora, "head.vocab_start": lm_head.vocab_start} | arguments
+    for name, value in arguments.items():
+        if value is not None:
+            got = type(value).__name__ if isinstance(value, tuple) else repr(value)  # not all elements of an adapter
+            raise ValueError(f"{op}: {name} must be None with support, got {got}; only kept columns are computed")
 
 
 def _in_words(value: object) -> str:

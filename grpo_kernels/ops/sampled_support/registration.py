@@ -15,9 +15,9 @@ from torch import Tensor
 
 from grpo_kernels import registry
 from grpo_kernels.inputs import op_inputs
-from grpo_kernels.ops.linear_head import support_reference as reference
 from grpo_kernels.ops.linear_head.head import Head
-from grpo_kernels.ops.linear_head.support import Entries
+from grpo_kernels.ops.sampled_support import reference
+from grpo_kernels.ops.sampled_support.arguments import Entries
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 
 _GPU = (torch.bfloat16, torch.float16, torch.float32)

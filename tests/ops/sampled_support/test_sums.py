@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.ops.linear_head import support_op
+from grpo_kernels.ops.sampled_support import registration
 from tests.harness import device_of
 from tests.ops.linear_head.heads import BF16, F32, NAN, OVER_SUPPORT
 
@@ -60,7 +60,7 @@ class Sums:
         to = device_of(backend)
         inputs = [value.to(to) for value in (self.by_logits, self.hidden, self.token_ids, self.rows, self.order)]
         totals = {name: getattr(self, name).clone().to(to) for name in names}
-        support_op.ADD_WEIGHT(backend, support_op.AddWeight(*inputs, totals.get("weight"), totals.get("bias")))
+        registration.ADD_WEIGHT(backend, registration.AddWeight(*inputs, totals.get("weight"), totals.get("bias")))
         return {name: total.cpu() for name, total in totals.items()}
 
 
@@ -78,7 +78,7 @@ def test_sums_by_id_and_by_row(backend: str, name: str, width: int, dtype: torch
     sums = Sums(name, width, dtype)
     if name == "long rows":
         inputs = [value.to(device_of(backend)) for value in (sums.by_logits, sums.weight, sums.token_ids, sums.bounds)]
-        by_row = support_op.TO_HIDDEN(backend, support_op.ToHidden(*inputs)).cpu()
+        by_row = registration.TO_HIDDEN(backend, registration.ToHidden(*inputs)).cpu()
         assert_close(by_row, sums.by_pair, sums.weight, torch.zeros(()))
     both, terms = sums.added(backend, "weight", "bias"), sums.by_pair[~sums.idle].T
     assert_close(both["weight"], terms, sums.hidden[~sums.idle], sums.weight.double())
@@ -89,7 +89,7 @@ def test_sums_by_id_and_by_row(backend: str, name: str, width: int, dtype: torch
 
 @pytest.mark.skipif("triton" not in OVER_SUPPORT, reason="needs Triton")
 def test_triton_has_a_program_for_each_id_and_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = importlib.import_module("grpo_kernels.ops.linear_head.triton")
+    kernels = importlib.import_module("grpo_kernels.ops.sampled_support.triton")
     assert kernels.PIECE.value == PIECE
     kernel, programs, sizes = kernels._sums_kernel, [], []
 
