@@ -78,6 +78,24 @@ def same_device(op: str, name: str, value: Tensor, device: torch.device) -> None
         raise ValueError(f"{op}: {name} must be on {device} like the first argument, got {value.device}")
 
 
+def shaped(
+    op: str,
+    name: str,
+    value: object,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    shape: Sequence[int],
+    of: str = "",
+) -> Tensor:
+    """A tensor of this shape, which is that `of` another argument, where that is said."""
+    checked = tensor(op, name, value, dtypes)
+    if checked.shape != torch.Size(shape):
+        rule = f"the shape of {of}, {list(shape)}" if of else f"shape {list(shape)}"
+        raise ValueError(f"{op}: {name} must have {rule}, got {list(checked.shape)}")
+    same_device(op, name, checked, device)
+    return checked
+
+
 def per_row(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...], like: Tensor) -> Tensor:
     """A tensor with one element for each row of `like`, on the same device."""
     if (

@@ -53,7 +53,7 @@ class Layout:
     """The fields of a dataclass as the flat arguments of a torch op.
 
     A field that is a dataclass itself stands for its fields, whose names it precedes. If it may be None, all of them
-    may, and its first field, a tensor, says whether it is there.
+    may, and it is there if any is.
     """
 
     def __init__(self, kind: type, optional: bool = False) -> None:
@@ -107,7 +107,8 @@ class Layout:
 
     def build(self, values: Iterator[Any]) -> Any:
         fields = [kind.build(values) if isinstance(kind, Layout) else next(values) for _, kind in self.fields]
-        return None if self.optional and fields[0] is None else self.kind(*fields)
+        is_absent = self.optional and all(field is None for field in fields)
+        return None if is_absent else self.kind(*fields)
 
 
 def save(ctx: Any, layout: Layout, inputs: Any, *others: Tensor | None) -> None:

@@ -22,8 +22,7 @@ LAYER_OF = {
     **dict.fromkeys(("config", "trl_fields", "verl_fields", "sizes"), "names"),
     **dict.fromkeys(("reference", "losses", "head", "divergence", "by_rollout"), "reference"),
     **dict.fromkeys(("arguments", "teacher"), "arguments"),
-    **dict.fromkeys(("registration", "logprobs_op", "loss_op", "distillation_op", "whole_distillation_op"), "op"),
-    **dict.fromkeys(("chunks", "chunking", "precomputed"), "op"),
+    **dict.fromkeys(("registration", "products", "objectives", "loop", "autograd", "plan"), "op"),
     "triton": "triton",
     "aot": "aot",
 }

@@ -136,7 +136,7 @@ def test_the_head_gets_no_padding_and_the_loss_three_products(tmp_path: Path, mo
     while node is not None:
         names.add(node.name())
         node = node.next_functions[0][0] if node.next_functions else None
-    assert "PrecomputedGradientBackward" in names
+    assert "PrecomputedBackward" in names
 
 
 def test_no_logits(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.linear_head.logprobs_op import SUPPORTS as SUPPORTS_OF_HIDDEN
+from grpo_kernels.ops.linear_head.loop import SUPPORTS as SUPPORTS_OF_HIDDEN
 from grpo_kernels.ops.policy_loss.registration import SUPPORTS
 from tests.harness import device_of, runnable_backends
 

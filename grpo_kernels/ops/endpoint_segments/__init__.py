@@ -162,12 +162,7 @@ def _tokens(
     wide = torch.float64 if rewards.dtype == torch.float64 else torch.float32
 
     def checked(name: str, value: Tensor) -> Tensor:
-        checks.tensor(_OP, name, value, checks.FLOATS)
-        if value.shape != rewards.shape:
-            raise ValueError(
-                f"{_OP}: {name} must have the shape of rewards, {list(rewards.shape)}, got {list(value.shape)}"
-            )
-        checks.same_device(_OP, name, value, rewards.device)
+        checks.shaped(_OP, name, value, checks.FLOATS, rewards.device, rewards.shape, "rewards")
         return value.detach().to(wide).contiguous()
 
     if cu_seqlens is not None:
@@ -186,10 +181,7 @@ def _tokens(
 def _mask(mask: Tensor | None, rewards: Tensor) -> Tensor:
     if mask is None:
         return torch.ones_like(rewards, dtype=torch.bool)
-    checks.tensor(_OP, "mask", mask, _MASKS)
-    if mask.shape != rewards.shape:
-        raise ValueError(f"{_OP}: mask must have the shape of rewards, {list(rewards.shape)}, got {list(mask.shape)}")
-    checks.same_device(_OP, "mask", mask, rewards.device)
+    checks.shaped(_OP, "mask", mask, _MASKS, rewards.device, rewards.shape, "rewards")
     return checks.flags(_OP, "mask", mask).contiguous()
 
 
@@ -203,11 +195,7 @@ def _row_groups(groups: int | Tensor | None, rows: int, device: torch.device, ne
             f"{_OP}: groups must be left out, as neither values nor norm uses them, got {type(groups).__name__}"
         )
     if isinstance(groups, Tensor):
-        checks.tensor(_OP, "groups", groups, checks.INTEGERS)
-        checks.same_device(_OP, "groups", groups, device)
-        if groups.shape != (rows,):
-            raise ValueError(f"{_OP}: groups must have shape [{rows}], got {list(groups.shape)}")
-        return groups.long().contiguous()
+        return checks.shaped(_OP, "groups", groups, checks.INTEGERS, device, [rows]).long().contiguous()
     return torch.arange(rows, device=device) // checks.group_size(_OP, groups, rows)
 
 

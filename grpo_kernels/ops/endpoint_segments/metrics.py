@@ -74,10 +74,7 @@ def _counts(
     if cu_seqlens is None:
         tokens = valid.sum(1)
     else:
-        checks.tensor(_NAME, "cu_seqlens", cu_seqlens, (torch.int64, torch.int32))
-        checks.same_device(_NAME, "cu_seqlens", cu_seqlens, valid.device)
-        if cu_seqlens.shape != (rows + 1,):
-            raise ValueError(f"{_NAME}: cu_seqlens must have shape [{rows + 1}], got {list(cu_seqlens.shape)}")
+        checks.shaped(_NAME, "cu_seqlens", cu_seqlens, (torch.int64, torch.int32), valid.device, [rows + 1])
         until = torch.cat((valid.new_zeros(1, dtype=torch.int64), valid.cumsum(0)))
         tokens = until[packed_bounds(_NAME, cu_seqlens.long(), len(valid))].diff()
     advantages = torch.where(valid, result.advantages, 0).double()

@@ -12,20 +12,17 @@ from grpo_kernels import checks
 from grpo_kernels.ops.linear_head.head import Head, LMHead, Shard
 from grpo_kernels.ops.token_logprobs.arguments import check_scaling, check_targets
 
+FLAGS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)
+TOKENS = "hidden without its last dimension"
+
 
 def check_head(op: str, hidden: Any, lm_head: LMHead, targets: Tensor, temperature: float | Tensor) -> Head:
     """The head with its tokens flattened to [N]."""
     hidden = checks.tensor(op, "hidden", checks.local(op, "hidden", hidden), checks.FLOATS)
-    checks.tensor(op, "targets", targets, checks.INTEGERS)
     width = lm_head.weight.shape[1]
     if hidden.dim() == 0 or hidden.shape[-1] != width:
         raise ValueError(f"{op}: hidden must have shape [..., {width}] for this head, got {list(hidden.shape)}")
-    if targets.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"{op}: targets must have the shape of hidden without its last dimension, {list(hidden.shape[:-1])}, "
-            f"got {list(targets.shape)}"
-        )
-    checks.same_device(op, "targets", targets, hidden.device)
+    checks.shaped(op, "targets", targets, checks.INTEGERS, hidden.device, hidden.shape[:-1], TOKENS)
     hidden, weight, bias = _of_one_dtype(op, "hidden", "head", hidden, lm_head)
     a, b, lora_scale = lm_head.lora or (None, None, 1.0)
     scaling = check_scaling(op, temperature, lm_head.softcap, lm_head.logit_scale, targets, hidden.dtype)
@@ -158,11 +155,7 @@ def check_positions(op: str, positions: object, targets: Tensor) -> Tensor | Non
     positions = checks.tensor(op, "positions", positions, (torch.bool, *checks.INTEGERS))
     checks.same_device(op, "positions", positions, targets.device)
     if positions.dtype == torch.bool:
-        if positions.shape != targets.shape:
-            raise ValueError(
-                f"{op}: positions must, as a mask, have the shape of targets, {list(targets.shape)}, "
-                f"got {list(positions.shape)}"
-            )
+        checks.shaped(op, "positions", positions, (torch.bool,), targets.device, targets.shape, "targets")
         return positions.reshape(-1).nonzero().squeeze(1)
     if positions.dim() != 1:
         raise ValueError(f"{op}: positions must be a mask or have shape [P], got {list(positions.shape)}")
@@ -188,13 +181,8 @@ def check_weight_grad(op: str, weight_grad: Tensor | None, head: Head, is_added:
         return
     if torch.compiler.is_compiling():
         raise RuntimeError(f"{op}: weight_grad must be None under torch.compile, got a tensor")
-    checks.tensor(op, "weight_grad", weight_grad, tuple({head.wide: 0, head.weight.dtype: 0}))
-    checks.same_device(op, "weight_grad", weight_grad, head.hidden.device)
-    if weight_grad.shape != head.weight.shape:
-        raise ValueError(
-            f"{op}: weight_grad must have the shape of the weight, {list(head.weight.shape)}, "
-            f"got {list(weight_grad.shape)}"
-        )
+    dtypes = tuple({head.wide: 0, head.weight.dtype: 0})
+    checks.shaped(op, "weight_grad", weight_grad, dtypes, head.hidden.device, head.weight.shape, "the weight")
     if weight_grad.requires_grad or not head.weight.requires_grad:
         got = f"requires_grad={weight_grad.requires_grad} for a weight with requires_grad={head.weight.requires_grad}"
         raise ValueError(f"{op}: weight_grad must be a plain tensor for a weight that requires grad, got {got}")

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from grpo_kernels import backends, checks
-from grpo_kernels.ops.linear_head import distillation_op as op
-from grpo_kernels.ops.linear_head import whole_distillation_op as whole_op
-from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_weight_grad
+from grpo_kernels.ops.linear_head import divergence
+from grpo_kernels.ops.linear_head.arguments import FLAGS, TOKENS, check_chunk_size, check_head, check_weight_grad
+from grpo_kernels.ops.linear_head.autograd import may_precompute, precomputed, recomputed
 from grpo_kernels.ops.linear_head.head import LMHead
-from grpo_kernels.ops.linear_head.logprobs_op import SUPPORTS
-from grpo_kernels.ops.linear_head.precomputed import may_precompute
+from grpo_kernels.ops.linear_head.loop import SUPPORTS, Call, Plan
 from grpo_kernels.ops.linear_head.teacher import DistillationLoss, Teacher, check_teacher, check_whole_teacher
+from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _OP = "linear_distillation_loss"
-_FLAGS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)
 
 
 def linear_distillation_loss(
@@ -66,19 +67,35 @@ def linear_distillation_loss(
     check_weight_grad(_OP, weight_grad, inputs, is_added, "with the reference backend, without gradients or in float16")
     takes_part = None
     if mask is not None:
-        checks.tensor(_OP, "mask", mask, _FLAGS)
-        checks.same_device(_OP, "mask", mask, device)
-        if mask.shape != shape:
-            raise ValueError(
-                f"{_OP}: mask must have the shape of hidden without its last dimension, {list(shape)}, "
-                f"got {list(mask.shape)}"
-            )
+        checks.shaped(_OP, "mask", mask, FLAGS, device, shape, TOKENS)
         takes_part = checks.flags(_OP, "mask", mask).reshape(-1)
     if isinstance(teacher, Teacher) and teacher.hidden is not None:
-        inputs, whole = check_whole_teacher(_OP, teacher, shape, takes_part, inputs)
-        loss, divergence = whole_op.apply(chosen, inputs, whole, size, weight_grad)
-        mass = (whole.shares != 0).to(divergence.dtype)
-        return DistillationLoss(loss, divergence.view(shape), mass.view(shape))
-    tokens = check_teacher(_OP, teacher, shape, takes_part, inputs)
-    loss, divergence, mass = op.apply(chosen, inputs, tokens, size, weight_grad)
-    return DistillationLoss(loss, divergence.view(shape), mass.view(shape))
+        inputs, its_head, whole = check_whole_teacher(_OP, teacher, shape, takes_part, inputs)
+        call = Call(inputs, teacher=whole, other=its_head)
+    else:
+        call = Call(inputs, teacher=check_teacher(_OP, teacher, shape, takes_part, inputs))
+    loss, *of_tokens = distill(chosen, call, size, weight_grad, (_OP, "", ""))
+    return DistillationLoss(loss, *(value.view(shape) for value in of_tokens))
+
+
+def distill(
+    backend: str, call: Call, chunk_size: int | None, into: Tensor | None, once: tuple[str, str, str]
+) -> DistillationLoss:
+    """The loss, which has a gradient by the head's factors, and what was measured of each token.
+
+    Args:
+        call: with a teacher
+        once: as in autograd.Precomputed
+    """
+    head, teacher = call.head, call.teacher
+    assert teacher is not None
+    if backend == "reference":
+        return DistillationLoss(*divergence.forward(head, teacher, call.other))
+    head = dataclasses.replace(head, targets=torch.where(teacher.shares == 0, IGNORED, 0))
+    plan = Plan(chunk_tokens=chunk_size or 0, product_tokens=chunk_size or 0)
+    call = dataclasses.replace(call, head=head, plan=plan)
+    if may_precompute(head.hidden) and torch.is_grad_enabled() and any(head.needs_grad):
+        results = precomputed(backend, call, into, None, once)
+    else:
+        results = recomputed(backend, call, None, once[0])
+    return DistillationLoss(results.loss, results.divergence, results.mass)

@@ -23,63 +23,65 @@ LEAST_REST = 2.0**-24
 
 
 @op_inputs
-class WholeTeacher:
-    """Checked arguments of a distillation from hidden states: the teacher's head, and the share of each token [N].
+class Distillation:
+    """Checked arguments of a distillation.
 
-    Both heads have the same banned ids, and the student's temperature.
+    Attributes:
+        ids: the teacher's most probable ids [N, k]; None where its head gives all logits. Both heads then have the same
+            banned ids, and the student's temperature
+        logprobs: of the ids
+        shares: of each token in the loss, [N]
+        kind, tail, beta: which divergence
     """
 
-    head: Head
-    shares: Tensor
-    kind: int
-    beta: float
-
-
-@op_inputs
-class TeacherTokens:
-    """Checked arguments of a distillation: ids and log-probs [N, k], and the share of each token in the loss [N]."""
-
-    ids: Tensor
-    logprobs: Tensor
+    ids: Tensor | None
+    logprobs: Tensor | None
     shares: Tensor
     kind: int
     tail: int
     beta: float
 
+    @property
+    def of_ids(self) -> tuple[Tensor, Tensor]:
+        assert self.ids is not None and self.logprobs is not None
+        return self.ids, self.logprobs
 
-def forward(head: Head, teacher: TeacherTokens) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, the divergence of every token, and the student's probability of the teacher's ids."""
-    teacher_ids, shares, tail = teacher.ids, teacher.shares, teacher.tail
+
+def forward(head: Head, teacher: Distillation, its_head: Head | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, and the divergence and mass of every token."""
+    shares = teacher.shares
     counts = shares != 0
-    logits = logits_of(head, ~counts)
-    # a token that does not count may have a temperature of NaN, which times 0 would be the weight's gradient
-    z = Scaling(head.row_temperature, *head.scaling).apply(torch.where(counts[:, None], logits, 0))
-    is_absent = teacher_ids == ABSENT
-    columns = z.shape[1]
-    at = torch.where(is_absent, columns, teacher_ids)
-    padded = torch.cat([z, z.new_full((len(z), 1), -math.inf)], 1)
-    chosen = padded.gather(1, at)
-    others = logsumexp(padded.scatter(1, at, -math.inf))
-    log_p, log_q, log_mass, _ = categories(chosen, others, teacher.logprobs, is_absent, tail)
-    values = torch.where(counts, divergence(log_p, log_q, teacher.kind, teacher.beta).sum(1), 0)
-    mass = torch.where(counts, log_mass.exp(), 0)
+
+    def scaled(of: Head) -> Tensor:
+        """Logits as the distribution has them.
+
+        A token that does not count may have a temperature of NaN, which times 0 would be the weight's gradient.
+        """
+        logits = torch.where(counts[:, None], logits_of(of, ~counts), 0)
+        return Scaling(head.row_temperature, *of.scaling).apply(logits)
+
+    z = scaled(head)
+    if its_head is None:
+        log_p, log_q, mass = _categories_of(z, teacher)
+    else:
+        with torch.no_grad():
+            its = scaled(its_head)
+        log_p, log_q = its - logsumexp(its)[:, None], z - logsumexp(z)[:, None]
+        mass = torch.ones_like(z[:, 0])
+    values = divergence(log_p, log_q, teacher.kind, teacher.beta).sum(1)
+    values, mass = (torch.where(counts, value, 0) for value in (values, mass))
     return (shares * values).sum().to(values.dtype), values.detach(), mass.detach()
 
 
-def forward_whole(head: Head, teacher: WholeTeacher) -> tuple[Tensor, Tensor]:
-    """The loss and the divergence of every token, over the whole vocabulary."""
-    counts = teacher.shares != 0
-
-    def log_probs(of: Head) -> Tensor:
-        logits = torch.where(counts[:, None], logits_of(of, ~counts), 0)
-        z = Scaling(head.row_temperature, *of.scaling).apply(logits)
-        return z - logsumexp(z)[:, None]
-
-    with torch.no_grad():
-        log_p = log_probs(teacher.head)
-    values = divergence(log_p, log_probs(head), teacher.kind, teacher.beta).sum(1)
-    values = torch.where(counts, values, 0)
-    return (teacher.shares * values).sum().to(values.dtype), values.detach()
+def _categories_of(z: Tensor, teacher: Distillation) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of teacher and student for each category, and the student's of all ids, of scaled logits."""
+    ids, logprobs = teacher.of_ids
+    is_absent = ids == ABSENT
+    at = torch.where(is_absent, z.shape[1], ids)
+    padded = torch.cat([z, z.new_full((len(z), 1), -math.inf)], 1)
+    others = logsumexp(padded.scatter(1, at, -math.inf))
+    log_p, log_q, log_mass, _ = categories(padded.gather(1, at), others, logprobs, is_absent, teacher.tail)
+    return log_p, log_q, log_mass.exp()
 
 
 def categories(

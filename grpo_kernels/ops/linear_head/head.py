@@ -90,13 +90,8 @@ def _positive(name: str, value: object) -> float:
 def _check_bias(bias: Tensor | None, weight: Tensor) -> Tensor | None:
     if bias is None:
         return None
-    bias = checks.tensor(_WHERE, "bias", checks.local(_WHERE, "bias", bias), checks.FLOATS)
-    if bias.shape != weight.shape[:1]:
-        raise ValueError(f"{_WHERE}: bias must have shape {list(weight.shape[:1])}, got {list(bias.shape)}")
-    checks.same_device(_WHERE, "bias", bias, weight.device)
-    if bias.dtype != weight.dtype:
-        raise TypeError(f"{_WHERE}: bias must be of dtype {weight.dtype} like weight, got {bias.dtype}")
-    return bias
+    bias = checks.local(_WHERE, "bias", bias)
+    return checks.shaped(_WHERE, "bias", bias, (weight.dtype,), weight.device, weight.shape[:1])
 
 
 def _check_lora(lora: object, weight: Tensor) -> tuple[Tensor, Tensor, float] | None:
@@ -109,18 +104,13 @@ def _check_lora(lora: object, weight: Tensor) -> tuple[Tensor, Tensor, float] | 
         )
     a, b, scale = (checks.local(_WHERE, "lora", value) for value in lora)
     checks.finite(_WHERE, "the scale of lora", scale)
-    for name, value in (("A of lora", a), ("B of lora", b)):
-        checks.tensor(
-            _WHERE, name, value, tuple({weight.dtype: 0, torch.promote_types(weight.dtype, torch.float32): 0})
-        )
-        checks.same_device(_WHERE, name, value, weight.device)
+    dtypes = tuple({weight.dtype: 0, torch.promote_types(weight.dtype, torch.float32): 0})
+    a = checks.tensor(_WHERE, "A of lora", a, dtypes)
     columns, width = weight.shape
     if a.dim() != 2 or a.shape[1] != width or len(a) == 0:
         raise ValueError(f"{_WHERE}: A of lora must have shape [r, {width}] with r > 0, got {list(a.shape)}")
-    if b.shape != (columns, len(a)):
-        raise ValueError(f"{_WHERE}: B of lora must have shape {[columns, len(a)]}, got {list(b.shape)}")
-    if a.dtype != b.dtype:
-        raise TypeError(f"{_WHERE}: B of lora must be of dtype {a.dtype} like A, got {b.dtype}")
+    checks.same_device(_WHERE, "A of lora", a, weight.device)
+    checks.shaped(_WHERE, "B of lora", b, (a.dtype,), weight.device, (columns, len(a)))
     return a, b, float(scale)
 
 
@@ -150,10 +140,7 @@ def _check_banned(banned: Any, weight: Tensor, is_split: bool) -> Tensor | None:
     if banned.dtype == torch.bool:
         if is_split:
             raise TypeError(f"{_WHERE}: banned must be ids with vocab_start, which count over all ranks, got a mask")
-        if banned.shape != weight.shape[:1]:
-            raise ValueError(
-                f"{_WHERE}: banned must, as a mask, have shape {list(weight.shape[:1])}, got {list(banned.shape)}"
-            )
+        checks.shaped(_WHERE, "banned", banned, (torch.bool,), weight.device, weight.shape[:1])
         ids: Tensor = banned.nonzero().squeeze(1)
     elif banned.dim() != 1:
         raise ValueError(f"{_WHERE}: banned must be ids [K] or a mask [V], got shape {list(banned.shape)}")
@@ -220,10 +207,6 @@ class Head:
         assert hidden is not None and weight is not None
         return dataclasses.replace(self, hidden=hidden, weight=weight, bias=bias, lora_a=lora_a, lora_b=lora_b)
 
-    def without_factors(self) -> Head:
-        """The rest of the head, for with_factors(), so that what holds it does not hold the factors."""
-        return self.with_factors(*(None if value is None else value.new_empty(0) for value in self.factors))
-
     def without(self, is_ignored: Tensor) -> Head:
         """Replaces numbers of ignored tokens, because NaN there times a gradient of 0 would be NaN."""
         temperature = None if self.row_temperature is None else torch.where(is_ignored, 1, self.row_temperature)
@@ -236,6 +219,11 @@ class Head:
         return dataclasses.replace(
             self, hidden=self.hidden[tokens], targets=self.targets[tokens], row_temperature=temperature
         )
+
+    def only(self, tokens: Tensor) -> Head:
+        """The same head for all tokens, of which the others are ignored."""
+        targets = torch.full_like(self.targets, IGNORED).index_copy(0, tokens, self.targets[tokens])
+        return dataclasses.replace(self, targets=targets)
 
     def for_targets_of(self, head: Head) -> Head:
         """The same head for the targets of another one, of the same columns."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
 from grpo_kernels import backends, checks
-from grpo_kernels.ops.linear_head import logprobs_op as op
+from grpo_kernels.ops.linear_head import reference
 from grpo_kernels.ops.linear_head.arguments import (
     check_banned,
     check_chunk_size,
@@ -16,12 +14,12 @@ from grpo_kernels.ops.linear_head.arguments import (
     check_positions,
     check_shard,
 )
-from grpo_kernels.ops.linear_head.head import Head, LMHead
-from grpo_kernels.ops.linear_head.sizes import tokens_per_chunk
+from grpo_kernels.ops.linear_head.autograd import recomputed
+from grpo_kernels.ops.linear_head.head import Head, LMHead, Shard
+from grpo_kernels.ops.linear_head.loop import SUPPORTS, Call, Plan
 from grpo_kernels.ops.sampled_support import registration as sampled_support
 from grpo_kernels.ops.sampled_support.arguments import check_support, check_support_alone
 from grpo_kernels.ops.token_logprobs import TokenLogprobs
-from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _OP = "linear_logprobs"
 
@@ -70,45 +68,42 @@ def linear_logprobs(
     size = check_chunk_size(_OP, chunk_size)
     at = check_positions(_OP, positions, targets)
     is_picked = positions is not None and positions.dtype != torch.bool
-    if support is not None:
-        check_support_alone(_OP, lm_head, chunk_size=chunk_size)
-        logprobs, entropy = _over_support(inputs, support, at, return_entropy, backend)
+    device, shape = hidden.device, targets.shape
+    supports = SUPPORTS if support is None else sampled_support.SUPPORTS
+    chosen = backends.select(_OP, backend, device.type, inputs.hidden.dtype, supports, device.index)
+    if support is None:
+        if is_picked and at is not None:
+            inputs, shape, at = inputs.at(at), at.shape, None
+        elif at is not None:
+            inputs = inputs.only(at)
+        check_banned(_OP, inputs)
+        shard = check_shard(_OP, lm_head, inputs, chosen)
+        logprobs, entropy = logprobs_at(chosen, inputs, at, return_entropy, size, shard)
+        return TokenLogprobs(logprobs.view(shape), None if entropy is None else entropy.view(shape))
+    check_support_alone(_OP, lm_head, chunk_size=chunk_size)
+    inputs = inputs if at is None else inputs.only(at)
+    entries = check_support(_OP, support, inputs)
+    logprobs, entropy = sampled_support.apply(chosen, inputs, entries, return_entropy, None)
 
-        def picked(result: Tensor) -> Tensor:
-            return result[at] if is_picked else result.view(targets.shape)
+    def picked(result: Tensor) -> Tensor:
+        return result[at] if is_picked else result.view(shape)
 
-        return TokenLogprobs(picked(logprobs), picked(entropy) if return_entropy else None)
-    device = hidden.device
-    chosen = backends.select(_OP, backend, device.type, inputs.hidden.dtype, op.SUPPORTS, device.index)
-    if at is not None:
-        inputs = inputs.at(at)
-    check_banned(_OP, inputs)
-    shard = check_shard(_OP, lm_head, inputs, chosen)
-    shape = len(inputs.hidden), len(inputs.weight)
-    chunk_tokens = size or tokens_per_chunk(*shape, device.type, inputs.weight.dtype)
-    arguments = op.Logprobs(inputs, return_entropy, chunk_tokens, size or 0)
-    logprobs, entropy = op.apply_logprobs(chosen, arguments, shard)
-
-    def shaped(result: Tensor) -> Tensor:
-        if at is None:
-            return result.view(targets.shape)
-        return result if is_picked else result.new_zeros(targets.numel()).index_put((at,), result).view(targets.shape)
-
-    return TokenLogprobs(shaped(logprobs), shaped(entropy) if return_entropy else None)
+    return TokenLogprobs(picked(logprobs), picked(entropy) if return_entropy else None)
 
 
-def _over_support(
-    head: Head,
-    support: tuple[Tensor, Tensor],
-    at: Tensor | None,
-    return_entropy: bool,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    """Tokens at other positions than these are ignored, which costs nothing here."""
-    if at is not None:
-        others = torch.ones_like(head.targets, dtype=torch.bool).index_fill(0, at, False)
-        head = dataclasses.replace(head, targets=torch.where(others, IGNORED, head.targets))
-    entries = check_support(_OP, support, head)
-    device = head.hidden.device
-    chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, sampled_support.SUPPORTS, device.index)
-    return sampled_support.apply(chosen, head, entries, return_entropy, None)
+def logprobs_at(
+    backend: str, head: Head, at: Tensor | None, want_entropy: bool, chunk_size: int | None, shard: Shard | None
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropies of all tokens, computed at these places alone, and 0 elsewhere."""
+    part = head if at is None else head.at(at)
+    if backend == "reference" and shard is None:  # it has no shards; a chunk of it does
+        logprobs, entropy, _ = reference.forward(part, want_entropy)
+    else:
+        plan = Plan(chunk_tokens=chunk_size or 0, product_tokens=chunk_size or 0)
+        results = recomputed(backend, Call(part, want_entropy=want_entropy, plan=plan), shard, _OP)
+        logprobs, entropy = results.logprobs, results.entropy
+
+    def of_all(result: Tensor) -> Tensor:
+        return result if at is None else result.new_zeros(len(head.targets)).index_put((at,), result)
+
+    return of_all(logprobs), of_all(entropy) if want_entropy else None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_kernels import backends, checks
-from grpo_kernels.ops.linear_head import distillation_op, logprobs_op, loss_op
 from grpo_kernels.ops.linear_head.arguments import (
     check_banned,
     check_chunk_size,
@@ -20,11 +19,14 @@ from grpo_kernels.ops.linear_head.arguments import (
     check_shard,
     check_weight_grad,
 )
-from grpo_kernels.ops.linear_head.chunking import chunking_of, split_tokens
-from grpo_kernels.ops.linear_head.divergence import TeacherTokens
-from grpo_kernels.ops.linear_head.head import Head, LMHead, Shard
-from grpo_kernels.ops.linear_head.precomputed import may_precompute
-from grpo_kernels.ops.linear_head.sizes import tokens_per_chunk
+from grpo_kernels.ops.linear_head.autograd import may_precompute, precomputed
+from grpo_kernels.ops.linear_head.distillation import distill
+from grpo_kernels.ops.linear_head.divergence import Distillation
+from grpo_kernels.ops.linear_head.head import Head, LMHead
+from grpo_kernels.ops.linear_head.logprobs import logprobs_at
+from grpo_kernels.ops.linear_head.loop import SUPPORTS, Call
+from grpo_kernels.ops.linear_head.objectives.policy import PolicyTerms
+from grpo_kernels.ops.linear_head.plan import plan_of, split_tokens
 from grpo_kernels.ops.linear_head.teacher import DistillationLoss, Teacher, check_teacher
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
 from grpo_kernels.ops.policy_loss import registration as policy_loss
@@ -39,7 +41,6 @@ from grpo_kernels.ops.policy_loss.arguments import (
 )
 from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
-from grpo_kernels.ops.policy_loss.reference import Policy
 from grpo_kernels.ops.sampled_support import registration as sampled_support
 from grpo_kernels.ops.sampled_support.arguments import check_support, check_support_alone
 from grpo_kernels.ops.token_logprobs.config import IGNORED
@@ -51,6 +52,7 @@ _WITH_LOW_MEMORY = (
     "where memory='low' runs (see memory: in float16, for example; also with the reference backend and without "
     "gradients)"
 )
+_ONCE = (_OP, " with memory='fast'", ". memory='low' computes them each time")
 
 
 def linear_policy_loss(
@@ -159,64 +161,138 @@ def linear_policy_loss(
     want_entropy = return_entropy or config.entropy_coef != 0
     check_entropy(layout, config, want_entropy)
     check_units(layout, config, policy, normalizer, want_entropy)
+    terms = PolicyTerms(policy, list(layout.shape), index, config.entropy_coef != 0)
     taught = _check_teacher(teacher, targets, inputs, lm_head, {"normalizer": normalizer, "weights": weights})
-    call = _Call(layout, config, inputs, reference, policy, want_entropy, index, weight_grad, taught, targets.shape)
+    asked = _Asked(layout, config, Call(inputs, terms, taught, reference, want_entropy=want_entropy), weight_grad)
     if support is not None:
         is_low = memory if memory != "fast" else None
         ref_lora = None if reference is None else reference.lora
         only = {"chunk_size": chunk_size, "compact": compact, "memory": is_low, "ref_head.lora": ref_lora}
         check_support_alone(_OP, lm_head, **only)
-        return _over_support(call, support, _select(call, sampled_support.SUPPORTS, backend))
-    chosen = _select(call, logprobs_op.SUPPORTS, backend)
-    shard = check_shard(_OP, lm_head, inputs, chosen)
-    is_compact = _is_compact(compact, layout)
-    chosen_tokens = None
-    if at is not None and not is_compact and compact is not False and not torch.compiler.is_compiling():
-        chosen_tokens, inputs = _at_positions(inputs, at)
-        call = call._replace(head=inputs)
-    wants_grad = chosen != "reference" and torch.is_grad_enabled() and any(inputs.needs_grad)
-    is_fast = memory == "fast" and wants_grad and may_precompute(inputs.hidden)
-    chunking = None
-    if is_fast and not (torch.compiler.is_compiling() and _needs_eager(taught, _backend_of_loss(layout, chosen))):
-        shares = None if taught is None else taught.shares
-        split = split_tokens(layout, inputs, policy, config, index, shares) if is_compact else (None, chosen_tokens)
-        chunking = chunking_of(layout, inputs, policy, config, want_entropy, split, index, size, shard)
-    if chunking is None:
-        check_weight_grad(_OP, weight_grad, inputs, False, _WITH_LOW_MEMORY)
-        measured = chosen_tokens
-        if is_compact:
-            measured = (inputs.targets != IGNORED).nonzero().squeeze(1)
-        return _with_low_memory(call, measured, size, shard, chosen)
-    return _in_chunks(call, chunking, shard, chosen)
+        loss = _over_support(asked, support, backend)
+    else:
+        loss = _over_vocabulary(asked, lm_head, at, memory, compact, size, backend)
+    metrics = loss.metrics
+    for name in ("logprobs", "entropy"):
+        value = getattr(metrics, name)
+        setattr(metrics, name, None if value is None else value.detach().view(targets.shape))
+    if metrics.distillation is not None:
+        part, *of_tokens = metrics.distillation
+        metrics.distillation = DistillationLoss(part.detach(), *(value.view(targets.shape) for value in of_tokens))
+    return loss
 
 
-class _Call(NamedTuple):
-    """Checked arguments; `shape` is that of the targets."""
+class _Asked(NamedTuple):
+    """Checked arguments."""
 
     layout: Layout
     config: LossConfig
-    head: Head
-    reference: Head | None
-    policy: Policy
-    want_entropy: bool
-    term_index: Tensor | None
+    call: Call
     weight_grad: Tensor | None
-    teacher: TeacherTokens | None
-    shape: torch.Size
+
+    def select(self, supports: backends.Supports, backend: str | None) -> str:
+        device = self.layout.device
+        return backends.select(_OP, backend, device.type, self.call.head.hidden.dtype, supports, device.index)
 
 
-def _needs_eager(teacher: TeacherTokens | None, of_loss: str) -> bool:
-    """Whether the chunks cannot be one traced op, in which neither a teacher nor the reference has a gradient."""
-    return teacher is not None or of_loss == "reference"
+def _over_vocabulary(
+    asked: _Asked,
+    lm_head: LMHead,
+    at: Tensor | None,
+    memory: str,
+    compact: bool | None,
+    chunk_size: int | None,
+    backend: str | None,
+) -> PolicyLoss:
+    """The loss chunk by chunk with its gradient, or, where that cannot be known yet, of log-probs."""
+    layout, config, call, weight_grad = asked
+    head, chosen, is_eager = call.head, asked.select(SUPPORTS, backend), not torch.compiler.is_compiling()
+    shard = check_shard(_OP, lm_head, head, chosen)
+    is_compact = is_eager and (layout.device.type == "cpu" if compact is None else compact)
+    only = None  # the tokens to compute, as far as those are known without a wait for a GPU
+    if at is not None and is_eager and compact is None and not is_compact:
+        only, head = at.sort().values, head.without(head.targets == IGNORED)
+        call = dataclasses.replace(call, head=head)
+        asked = asked._replace(call=call)
+    of_loss = policy_loss.beside(chosen, layout.device, layout.dtype)
+    wants_grad = chosen != "reference" and torch.is_grad_enabled() and any(head.needs_grad)
+    # the reference of policy_loss has no gradient within a traced op
+    may_plan = memory == "fast" and wants_grad and may_precompute(head.hidden) and (is_eager or of_loss != "reference")
+    plan = None
+    if may_plan:
+        tokens = split_tokens(layout, config, call) if is_compact else (None, only)
+        plan = plan_of(layout, config, call, tokens, chunk_size, shard)
+    check_weight_grad(_OP, weight_grad, head, plan is not None, _WITH_LOW_MEMORY)
+    if plan is None:
+        if is_compact:
+            only = (head.targets != IGNORED).nonzero().squeeze(1)
+
+        def logprobs_of(head: Head, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
+            return logprobs_at(chosen, head, only, want_entropy, chunk_size, shard)
+
+        return _of_logprobs(asked, logprobs_of, chosen, chunk_size)
+    results = precomputed(chosen, dataclasses.replace(call, plan=plan), weight_grad, shard, _ONCE)
+    by_row = call.policy is not None and call.policy.policy.advantages.shape != layout.shape
+    loss = PolicyLoss(results.loss, PolicyLossMetrics(results.metrics, config, by_row, call.want_entropy))
+    loss.metrics.logprobs, loss.metrics.entropy = results.logprobs, results.entropy if call.want_entropy else None
+    if call.teacher is not None:
+        loss.metrics.distillation = DistillationLoss(results.distillation, results.divergence, results.mass)
+    return loss
 
 
-def _backend_of_loss(layout: Layout, of_head: str) -> str:
-    return policy_loss.beside(of_head, layout.device, layout.dtype)
+def _over_support(asked: _Asked, support: tuple[Tensor, Tensor], backend: str | None) -> PolicyLoss:
+    """The loss of log-probs over a support, which are cheap enough to be known all at once."""
+    head, weight_grad, teacher = asked.call.head, asked.weight_grad, asked.call.teacher
+    chosen = asked.select(sampled_support.SUPPORTS, backend)
+    entries = check_support(_OP, support, head)
+    is_added = chosen != "reference" and torch.is_grad_enabled()
+    is_added = is_added and (teacher is None or may_precompute(head.hidden))
+    otherwise = "with the reference backend, without gradients or with a teacher in float16"
+    check_weight_grad(_OP, weight_grad, head, is_added, otherwise)
+    if weight_grad is not None and not weight_grad.is_contiguous():
+        raise ValueError(
+            f"{_OP}: weight_grad must be contiguous with support, got strides {list(weight_grad.stride())}"
+        )
+
+    def logprobs_of(model: Head, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        into = weight_grad if model is head else None
+        logprobs, entropy = sampled_support.apply(chosen, model, entries, want_entropy, into)
+        return logprobs, entropy if want_entropy else None
+
+    return _of_logprobs(asked, logprobs_of, chosen, None)
+
+
+def _of_logprobs(
+    asked: _Asked,
+    logprobs_of: Callable[[Head, bool], tuple[Tensor, Tensor | None]],
+    backend: str,
+    chunk_size: int | None,
+) -> PolicyLoss:
+    """The loss of log-probs that are known all at once; the divergence from a teacher has products of its own."""
+    layout, config, call, weight_grad = asked
+    terms = call.policy
+    assert terms is not None
+    policy = terms.policy
+    if call.other is not None:
+        ref_logprobs, _ = logprobs_of(call.other.for_targets_of(call.head), False)
+        policy = dataclasses.replace(policy, ref_logprobs=terms.by_term(ref_logprobs))
+    logprobs, entropy = logprobs_of(call.head, call.want_entropy)
+    by_term = None if entropy is None else terms.by_term(entropy)
+    of_loss = policy_loss.beside(backend, layout.device, layout.dtype)
+    result = compute(layout, config, terms.by_term(logprobs), by_term, policy, of_loss)
+    result.metrics.logprobs, result.metrics.entropy = logprobs, entropy
+    if call.teacher is None:
+        return result
+    taught = distill(
+        backend, Call(call.head, teacher=call.teacher), chunk_size, weight_grad, (_OP, " with teacher", "")
+    )
+    result.metrics.distillation = taught
+    return result._replace(loss=result.loss + taught.loss)
 
 
 def _check_teacher(
     teacher: Teacher | None, targets: Tensor, head: Head, lm_head: LMHead, divisors: Mapping[str, object]
-) -> TeacherTokens | None:
+) -> Distillation | None:
     if teacher is None:
         return None
     if isinstance(teacher, Teacher) and teacher.hidden is not None:
@@ -238,117 +314,11 @@ def _check_teacher(
     return tokens
 
 
-# The ways to compute the loss
-
-
-def _in_chunks(call: _Call, chunking: loss_op.Chunking, shard: Shard | None, backend: str) -> PolicyLoss:
-    """The loss with its gradient, chunk by chunk; the divergence from a teacher shares its products."""
-    head, policy = call.head, call.policy
-    check_weight_grad(_OP, call.weight_grad, head, True, "")
-    term = None if call.teacher is None else distillation_op.Term(backend, call.teacher, head.targets)
-    inputs = loss_op.HeadLoss(head, call.reference, policy, chunking, head.needs_grad)
-    loss, metrics, logprobs, entropy = loss_op.apply(backend, inputs, call.weight_grad, shard, term)
-    by_row = policy.advantages.shape != call.layout.shape
-    result = PolicyLoss(loss, PolicyLossMetrics(metrics, call.config, by_row, call.want_entropy))
-    _add_tokens(result, call, logprobs, entropy)
-    if term is not None:
-        measured = (value.view(call.shape).to(loss.dtype) for value in (term.divergence, term.mass))
-        result.metrics.distillation = DistillationLoss(term.loss.to(loss.dtype), *measured)
-    return result
-
-
-def _with_low_memory(
-    call: _Call, measured: Tensor | None, chunk_size: int | None, shard: Shard | None, backend: str
-) -> PolicyLoss:
-    """The loss of log-probs that the backward computes again, at positions or for all tokens."""
-    layout = call.layout
-
-    def logprobs_of(head: Head, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        part = head if measured is None else head.at(measured)
-        if shard is not None:
-            size = chunk_size or shard.tokens_per_chunk(len(part.hidden), part.weight)
-        else:
-            columns, device = len(part.weight), part.hidden.device
-            size = chunk_size or tokens_per_chunk(len(part.hidden), columns, device.type, part.weight.dtype)
-        inputs = logprobs_op.Logprobs(part, want_entropy, size, chunk_size or 0)
-        logprobs, entropy = logprobs_op.apply_logprobs(backend, inputs, shard)
-        return of_all(logprobs), of_all(entropy) if want_entropy else None
-
-    def of_all(result: Tensor) -> Tensor:
-        if measured is None:
-            return result
-        return result.new_zeros(len(call.head.targets)).index_put((measured,), result)
-
-    policy = call.policy
-    if call.reference is not None:
-        ref_logprobs, _ = logprobs_of(call.reference.for_targets_of(call.head), False)
-        policy = dataclasses.replace(policy, ref_logprobs=_by_term(ref_logprobs, layout, call.term_index))
-    logprobs, entropy = logprobs_of(call.head, call.want_entropy)
-    result = _of_logprobs(call, logprobs, entropy, policy, backend)
-    return _add_divergence(result, call, chunk_size, backend)
-
-
-def _over_support(call: _Call, support: tuple[Tensor, Tensor], chosen: str) -> PolicyLoss:
-    """The loss of log-probs over a support, which are cheap enough to be known all at once."""
-    layout, head, policy, weight_grad = call.layout, call.head, call.policy, call.weight_grad
-    entries = check_support(_OP, support, head)
-    is_added = chosen != "reference" and torch.is_grad_enabled()
-    is_added = is_added and (call.teacher is None or may_precompute(head.hidden))
-    otherwise = "with the reference backend, without gradients or with a teacher in float16"
-    check_weight_grad(_OP, weight_grad, head, is_added, otherwise)
-    if weight_grad is not None and not weight_grad.is_contiguous():
-        raise ValueError(
-            f"{_OP}: weight_grad must be contiguous with support, got strides {list(weight_grad.stride())}"
-        )
-    if call.reference is not None:
-        reference = call.reference.for_targets_of(head)
-        ref_logprobs, _ = sampled_support.apply(chosen, reference, entries, False, None)
-        policy = dataclasses.replace(policy, ref_logprobs=_by_term(ref_logprobs, layout, call.term_index))
-    logprobs, entropy = sampled_support.apply(chosen, head, entries, call.want_entropy, weight_grad)
-    result = _of_logprobs(call, logprobs, entropy if call.want_entropy else None, policy, chosen)
-    return _add_divergence(result, call, None, chosen)
-
-
-def _of_logprobs(call: _Call, logprobs: Tensor, entropy: Tensor | None, policy: Policy, backend: str) -> PolicyLoss:
-    """The loss of the log-probs and entropies of all tokens."""
-    layout, index = call.layout, call.term_index
-    by_term = None if entropy is None else _by_term(entropy, layout, index)
-    of_loss = _backend_of_loss(layout, backend)
-    result = compute(layout, call.config, _by_term(logprobs, layout, index), by_term, policy, of_loss)
-    _add_tokens(result, call, logprobs, entropy)
-    return result
-
-
-def _add_tokens(result: PolicyLoss, call: _Call, logprobs: Tensor, entropy: Tensor | None) -> None:
-    """Adds what was measured of each token to the metrics."""
-    result.metrics.logprobs = logprobs.detach().view(call.shape)
-    if call.want_entropy:
-        assert entropy is not None
-        result.metrics.entropy = entropy.detach().view(call.shape)
-
-
-def _add_divergence(result: PolicyLoss, call: _Call, chunk_size: int | None, backend: str) -> PolicyLoss:
-    """Adds the divergence from a teacher by products of its own."""
-    if call.teacher is None:
-        return result
-    loss, divergence, mass = distillation_op.apply(
-        backend, call.head, call.teacher, chunk_size, call.weight_grad, _OP, " with teacher"
-    )
-    measured = divergence.view(call.shape), mass.view(call.shape)
-    result.metrics.distillation = DistillationLoss(loss.detach(), *measured)
-    return result._replace(loss=result.loss + loss)
-
-
 def _placeholder(layout: Layout, head: Head, ref_logprobs: Tensor | None) -> Tensor:
     """Stands for the reference model's log-probs until they are computed."""
     if ref_logprobs is not None:
         raise ValueError(f"{_OP}: ref_logprobs must be None with ref_hidden, got a tensor")
     return torch.zeros(layout.shape, dtype=head.wide, device=layout.device)
-
-
-def _by_term(values: Tensor, layout: Layout, index: Tensor | None) -> Tensor:
-    """One value per token of the loss, from one per position."""
-    return values.view(layout.shape) if index is None else gather(values, index)
 
 
 def _participants(
@@ -389,20 +359,3 @@ def _check_form(
         raise ValueError(f"{_OP}: memory must be 'fast' or 'low', got {memory!r}")
     if compact not in (None, True, False):
         raise ValueError(f"{_OP}: compact must be True, False or None, got {compact!r}")
-
-
-def _select(call: _Call, supports: backends.Supports, backend: str | None) -> str:
-    device = call.layout.device
-    return backends.select(_OP, backend, device.type, call.head.hidden.dtype, supports, device.index)
-
-
-def _is_compact(compact: bool | None, layout: Layout) -> bool:
-    if compact is None:
-        compact = layout.device.type == "cpu"
-    return compact and not torch.compiler.is_compiling()
-
-
-def _at_positions(head: Head, at: Tensor) -> tuple[Tensor, Head]:
-    """The only tokens to compute, ascending, found without a wait; those that take no part may hold NaN."""
-    tokens = at.sort().values
-    return tokens, head.without(head.targets == IGNORED)

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import checks
-from grpo_kernels.ops.linear_head.arguments import check_other_head, is_banned
-from grpo_kernels.ops.linear_head.divergence import ABSENT, KINDS, TAILS, TeacherTokens, WholeTeacher
+from grpo_kernels.ops.linear_head.arguments import FLAGS, TOKENS, check_other_head, is_banned
+from grpo_kernels.ops.linear_head.divergence import ABSENT, KINDS, TAILS, Distillation
 from grpo_kernels.ops.linear_head.head import Head, LMHead
 
-_FLAGS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)
 # The largest logarithm of a sum of probabilities: bfloat16 rounds log-probs between -8 and -16 by up to 2^-5, and they
 # may be float32 since.
 _MOST = 2**-5
@@ -73,7 +72,7 @@ class DistillationLoss(NamedTuple):
     mass: Tensor
 
 
-def check_teacher(op: str, teacher: object, shape: torch.Size, takes_part: Tensor | None, head: Head) -> TeacherTokens:
+def check_teacher(op: str, teacher: object, shape: torch.Size, takes_part: Tensor | None, head: Head) -> Distillation:
     """The teacher's ids, log-probs and shares of tokens of this shape; `takes_part` [N] may leave out some."""
     if not isinstance(teacher, Teacher):
         raise TypeError(f"{op}: teacher must be a Teacher, got {type(teacher).__name__}")
@@ -92,26 +91,20 @@ def check_teacher(op: str, teacher: object, shape: torch.Size, takes_part: Tenso
             f"{op}: teacher.ids must have shape [{sizes}k] with k > 0, for hidden of shape "
             f"[{sizes}{head.hidden.shape[-1]}], got {list(ids.shape)}"
         )
-    checks.tensor(op, "teacher.logprobs", logprobs, checks.FLOATS)
-    assert logprobs is not None
-    checks.same_device(op, "teacher.logprobs", logprobs, device)
+    logprobs = checks.shaped(op, "teacher.logprobs", logprobs, checks.FLOATS, device, ids.shape, "teacher.ids")
     checks.constant(op, "teacher.logprobs", logprobs)
-    if logprobs.shape != ids.shape:
-        raise ValueError(
-            f"{op}: teacher.logprobs must have the shape of teacher.ids, {list(ids.shape)}, got {list(logprobs.shape)}"
-        )
     if teacher.tail not in TAILS:
         raise checks.unknown(op, "teacher.tail", teacher.tail, TAILS)
     kind, beta = _check_kind(op, teacher)
     counts, shares = _counts_and_shares(op, teacher, shape, takes_part, head)
     ids, logprobs = _check_values(op, ids, logprobs, counts, head)
-    return TeacherTokens(ids, logprobs, shares, kind, TAILS.index(teacher.tail), beta)
+    return Distillation(ids, logprobs, shares, kind, TAILS.index(teacher.tail), beta)
 
 
 def check_whole_teacher(
     op: str, teacher: Teacher, shape: torch.Size, takes_part: Tensor | None, head: Head
-) -> tuple[Head, WholeTeacher]:
-    """The student's head with the teacher's bans, and the teacher of tokens of this shape."""
+) -> tuple[Head, Head, Distillation]:
+    """Student's and teacher's heads with the bans of both, and the distillation of tokens of this shape."""
     if teacher.head is None:
         raise ValueError(
             f"{op}: teacher.head must be given with teacher.hidden, of which it computes the logits, got None"
@@ -136,7 +129,7 @@ def check_whole_teacher(
     banned = torch.cat(bans).sort().values if bans else None
     _, shares = _counts_and_shares(op, teacher, shape, takes_part, head)
     head, own = (dataclasses.replace(each, banned=banned) for each in (head, own))
-    return head, WholeTeacher(own, shares, kind, beta)
+    return head, own, Distillation(None, None, shares, kind, TAILS.index(teacher.tail), beta)
 
 
 def _check_kind(op: str, teacher: Teacher) -> tuple[int, float]:
@@ -152,8 +145,8 @@ def _counts_and_shares(
     checks.finite(op, "teacher.coef", teacher.coef)
     counts = torch.ones(len(head.hidden), dtype=torch.bool, device=head.hidden.device)
     if teacher.mask is not None:
-        mask = _per_token(op, "teacher.mask", teacher.mask, _FLAGS, shape, head)
-        counts = checks.flags(op, "teacher.mask", mask)
+        mask = checks.shaped(op, "teacher.mask", teacher.mask, FLAGS, head.hidden.device, shape, TOKENS)
+        counts = checks.flags(op, "teacher.mask", mask).reshape(-1)
     if takes_part is not None:
         counts = counts & takes_part
     return counts, _shares(op, counts, teacher, shape, head) * float(teacher.coef)
@@ -174,19 +167,6 @@ def _check_beta(op: str, teacher: Teacher) -> float:
     return float(teacher.beta)
 
 
-def _per_token(
-    op: str, name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shape: torch.Size, head: Head
-) -> Tensor:
-    checks.tensor(op, name, value, dtypes)
-    checks.same_device(op, name, value, head.hidden.device)
-    if value.shape != shape:
-        raise ValueError(
-            f"{op}: {name} must have the shape of hidden without its last dimension, {list(shape)}, "
-            f"got {list(value.shape)}"
-        )
-    return value.reshape(-1)
-
-
 def _check_values(op: str, ids: Tensor, logprobs: Tensor, counts: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """Both as [N, k], log-probs in float64. A GPU checks the values when its stream gets there."""
     ids, logprobs = ids.long(), logprobs.detach().double()
@@ -194,25 +174,20 @@ def _check_values(op: str, ids: Tensor, logprobs: Tensor, counts: Tensor, head: 
     columns = len(head.weight)
     counts = counts.view(ids.shape[:-1])
     ordered = torch.where(is_used, ids, -1 - torch.arange(ids.shape[-1], device=ids.device)).sort(-1).values
-    mass = torch.where(is_used, logprobs, -math.inf).logsumexp(-1)
-    is_outside = is_used & ((ids < 0) | (ids >= columns))
-    faults = [
-        ("ids", f"be in [0, {columns}), or {ABSENT}", is_outside.any(-1)),
-        ("ids", "differ from each other for a token", (ordered.diff(dim=-1) == 0).any(-1)),
-        ("logprobs", "be finite where an id is", (is_used & (logprobs - logprobs != 0)).any(-1)),
-        ("logprobs", "be of probabilities that add up to at most 1", mass > _MOST),
-    ]
+    is_repeated = torch.nn.functional.pad(ordered.diff(dim=-1) == 0, (1, 0))
+    repeated = torch.where(is_repeated, ordered, -1).amax(-1, keepdim=True)
+
+    def require(name: str, rule: str, is_wrong: Tensor, found: Tensor) -> None:
+        checks.values(op, f"teacher.{name}", rule, is_wrong & counts[..., None], found)
+
+    require("ids", f"be in [0, {columns}), or {ABSENT}", is_used & ((ids < 0) | (ids >= columns)), ids)
+    require("ids", "differ from each other for a token", repeated >= 0, repeated)
+    require("logprobs", "be finite where an id is", is_used & (logprobs - logprobs != 0), logprobs)
+    mass = torch.where(is_used, logprobs, -math.inf).logsumexp(-1, keepdim=True)
+    require("logprobs", "be of probabilities that add up to at most 1", mass > _MOST, mass.exp())
     if head.banned is not None:
-        banned = (is_used & is_banned(ids.contiguous(), head.banned)).any(-1)
-        faults.append(("ids", "not be banned by the head; -1 leaves a slot unused", banned))
-    for field, rule, is_wrong in faults:
-        is_wrong = is_wrong & counts
-        if ids.device.type != "cpu" or torch.compiler.is_compiling():
-            torch._assert_async(~is_wrong.any(), f"{op}: teacher.{field} must {rule}")
-        elif bool(is_wrong.any()):
-            token = int(is_wrong.reshape(-1).nonzero()[0])
-            value = (ids if field == "ids" else logprobs).reshape(-1, ids.shape[-1])[token]
-            raise ValueError(f"{op}: teacher.{field} must {rule}, got {value.tolist()} of token {token}")
+        banned = is_used & is_banned(ids.contiguous(), head.banned)
+        require("ids", f"not be banned by the head; {ABSENT} leaves a slot unused", banned, ids)
     # whatever stands where nothing counts must not reach an index
     is_used = is_used & counts[..., None]
     ids = torch.where(is_used, ids.clamp(0, columns - 1), ABSENT)
@@ -223,9 +198,10 @@ def _shares(op: str, counts: Tensor, teacher: Teacher, shape: torch.Size, head: 
     """The factor of each token's divergence in the loss but for the coefficient, in float64."""
     weights, normalizer = teacher.weights, teacher.normalizer
     if weights is not None:
-        checked = _per_token(op, "teacher.weights", weights, (*checks.FLOATS, *checks.INTEGERS), shape, head)
-        checks.constant(op, "teacher.weights", checked)
-        share = checked.detach().double()
+        numbers = (*checks.FLOATS, *checks.INTEGERS)
+        checks.shaped(op, "teacher.weights", weights, numbers, counts.device, shape, TOKENS)
+        checks.constant(op, "teacher.weights", weights)
+        share = weights.detach().reshape(-1).double()
     else:
         share = torch.ones_like(counts, dtype=torch.float64)
     share = torch.where(counts, share, 0)

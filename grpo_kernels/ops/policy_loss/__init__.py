@@ -117,12 +117,7 @@ def _at_terms(
     """Log-probs and entropies of the terms, and which terms there are."""
     checks.tensor(_OP, "logprobs", logprobs, checks.FLOATS)
     if entropy is not None:
-        checks.tensor(_OP, "entropy", entropy, checks.FLOATS)
-        checks.same_device(_OP, "entropy", entropy, logprobs.device)
-        if entropy.shape != logprobs.shape:
-            raise ValueError(
-                f"{_OP}: entropy must have the shape of logprobs, {list(logprobs.shape)}, got {list(entropy.shape)}"
-            )
+        checks.shaped(_OP, "entropy", entropy, checks.FLOATS, logprobs.device, logprobs.shape, "logprobs")
     index = shared_positions.check_term_index(_OP, term_index, logprobs.numel(), logprobs.device)
     targets = torch.where(index == shared_positions.ABSENT, IGNORED, 0)
     takes_part = participants(_OP, targets, mask, None, None, "term_index")

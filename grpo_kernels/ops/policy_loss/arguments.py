@@ -77,13 +77,7 @@ class Layout:
     def per_token(self, name: str, value: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> Tensor | None:
         if value is None:
             return None
-        checks.tensor(self.op, name, value, dtypes)
-        checks.same_device(self.op, name, value, self.device)
-        if value.shape != self.shape:
-            raise ValueError(
-                f"{self.op}: {name} must have the shape of {self.name}, {list(self.shape)}, got {list(value.shape)}"
-            )
-        return value.contiguous()
+        return checks.shaped(self.op, name, value, dtypes, self.device, self.shape, self.name).contiguous()
 
     def floats(self, name: str, value: Tensor | None, detach: bool = True) -> Tensor | None:
         value = self.per_token(name, value, checks.FLOATS)
@@ -253,10 +247,7 @@ def participants(
         if segments.shape == targets.shape:
             takes_part = takes_part & (segments >= 0)
     if mask is not None:
-        checks.tensor(op, "mask", mask, (torch.bool, *_NUMBERS))
-        checks.same_device(op, "mask", mask, targets.device)
-        if mask.shape != targets.shape:
-            raise ValueError(f"{op}: mask must have the shape of {name}, {list(targets.shape)}, got {list(mask.shape)}")
+        checks.shaped(op, "mask", mask, (torch.bool, *_NUMBERS), targets.device, targets.shape, name)
         takes_part = takes_part & checks.flags(op, "mask", mask)
     if cu_seqlens is not None:
         checks.no_token_left_out(op, cu_seqlens, len(targets), takes_part)

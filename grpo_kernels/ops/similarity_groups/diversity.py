@@ -313,10 +313,7 @@ def _entropy(sizes: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rewards(name: str, rewards: Tensor, like: Tensor) -> Tensor:
-    checks.tensor(name, "rewards", rewards, checks.FLOATS)
-    if rewards.shape != like.shape:
-        raise ValueError(f"{name}: rewards must have shape {list(like.shape)}, got {list(rewards.shape)}")
-    checks.same_device(name, "rewards", rewards, like.device)
+    checks.shaped(name, "rewards", rewards, checks.FLOATS, like.device, like.shape)
     checks.constant(name, "rewards", rewards)
     return rewards.double()
 

@@ -108,10 +108,4 @@ def token_advantages(
 
 
 def _per_token(name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], rewards: Tensor) -> Tensor:
-    checks.tensor(_OP, name, value, dtypes)
-    if value.shape != rewards.shape:
-        raise ValueError(
-            f"{_OP}: {name} must have the shape of rewards, {list(rewards.shape)}, got {list(value.shape)}"
-        )
-    checks.same_device(_OP, name, value, rewards.device)
-    return value
+    return checks.shaped(_OP, name, value, dtypes, rewards.device, rewards.shape, "rewards")

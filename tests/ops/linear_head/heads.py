@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.linear_head import logprobs_op
+from grpo_kernels.ops.linear_head import loop
 from grpo_kernels.ops.sampled_support import registration as sampled_support
 from tests.harness import runnable_backends
 from tests.ops.promises import Inputs, Results, Same
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 NAN, INF, IGNORED = math.nan, math.inf, -100
-SUPPORTS, OF_SUPPORT = logprobs_op.SUPPORTS, sampled_support.SUPPORTS
+SUPPORTS, OF_SUPPORT = loop.SUPPORTS, sampled_support.SUPPORTS
 BACKENDS, OVER_SUPPORT = runnable_backends(SUPPORTS), runnable_backends(OF_SUPPORT)
 KERNELS = [name for name in BACKENDS if name != "reference"]
 EXACT = [name for name in runnable_backends(SUPPORTS, F64) if name in ("cpu", "reference")]

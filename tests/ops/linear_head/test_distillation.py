@@ -17,7 +17,8 @@ import torch
 from hypothesis import given, settings
 
 import grpo_kernels as gk
-from grpo_kernels.ops.linear_head import distillation_op, whole_distillation_op
+from grpo_kernels.ops.linear_head import loop
+from grpo_kernels.ops.linear_head.objectives import whole_teacher
 from tests.harness import (
     INDUCTOR,
     assert_close_to_rounding,
@@ -163,7 +164,8 @@ def test_kernels_that_compute_all_tokens(
     want = reference()
     del inputs["mask"]  # only the weights tell
     junk = inputs | {"temperature": torch.where(inputs["teacher_weights"] == 0, NAN, inputs["temperature"])}
-    monkeypatch.setattr(distillation_op.Chunking, "of", lambda shares, head, size: distillation_op.Chunking(None, 6, 6))
+    monkeypatch.setattr(loop, "tokens_with_grad", lambda *_: None)
+    monkeypatch.setattr(loop, "tokens_per_chunk", lambda *_: 6)
     assert_close_to_rounding(run(op_of(inputs), junk, backend, F32), want, reference)
 
 
@@ -302,5 +304,5 @@ def test_large_logits(kind: str) -> None:
 def test_plain_torch_takes_some_rows_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = cases.draw("bias", "gaps", "temperatures", "whole", kind=kind)
     whole = run(op_of(inputs), inputs, "cpu", F64)
-    monkeypatch.setattr(whole_distillation_op, "_BLOCK", 4 * 31)
+    monkeypatch.setattr(whole_teacher, "_BLOCK", 4 * 31)
     assert_close(run(op_of(inputs), inputs, "cpu", F64), whole, rtol=0, atol=0)

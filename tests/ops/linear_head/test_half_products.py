@@ -15,7 +15,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import registry
-from grpo_kernels.ops.linear_head import chunks
+from grpo_kernels.ops.linear_head import products
 from tests.harness import assert_close_to_rounding, cpu_threads, needs_cpu_kernels
 
 BF16 = torch.bfloat16
@@ -95,7 +95,7 @@ def test_a_machine_without_units_gets_the_same(op: str, monkeypatch: pytest.Monk
 
     here = results()
     monkeypatch.setattr(registry, "HAS_HALF_PRODUCTS", False)
-    assert not chunks._multiplies_on_cpu(weight)
+    assert not products._multiplies_on_cpu(weight)
     there = results()
     assert_close_to_rounding(here[0], there[0], lambda: results("reference", torch.float32)[0])
     for a, b in zip(here[1:], there[1:], strict=True):

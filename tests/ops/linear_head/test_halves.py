@@ -19,7 +19,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import registry
-from grpo_kernels.ops.linear_head import chunks, sizes
+from grpo_kernels.ops.linear_head import products, sizes
 from tests.harness import assert_close_to_rounding, device_of, needs_cpu_kernels, runnable_backends
 from tests.ops.linear_head import cases, distillation_cases, heads
 from tests.ops.linear_head.heads import BF16, F32, F64, IGNORED, LEAVES, SUPPORTS
@@ -117,8 +117,8 @@ def test_linear_policy_loss(
 ) -> None:
     options: dict[str, Any] = {"compact": compact, "chunk_size": chunk}
     if product != chunk:
-        monkeypatch.setattr("grpo_kernels.ops.linear_head.chunking.tokens_per_chunk", lambda *_: chunk)
-        monkeypatch.setattr(chunks, "tokens_per_product", lambda *_: product)
+        monkeypatch.setattr("grpo_kernels.ops.linear_head.plan.tokens_per_chunk", lambda *_: chunk)
+        monkeypatch.setattr(products, "tokens_per_product", lambda *_: product)
         options["chunk_size"] = None
     assert_rounded_once("linear_policy_loss", batch(dtype), backend, dtype, **options)
 
@@ -131,7 +131,7 @@ def test_linear_logprobs(
     backend: str, dtype: torch.dtype, chunk_size: int | None, unsplit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gradient of the weight written in half precision at once, or accumulated in float32 first."""
-    monkeypatch.setattr(chunks, "UNSPLIT", unsplit)
+    monkeypatch.setattr(products, "UNSPLIT", unsplit)
     assert_rounded_once("linear_logprobs", batch(dtype), backend, dtype, chunk_size=chunk_size)
 
 
@@ -195,14 +195,14 @@ def test_weight_grad_is_added_to(backend: str, of_total: torch.dtype) -> None:
 def test_rows_of_matrices_are_aligned(backend: str, pad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products and kernels read 16 bytes at a time; with the column for targets of other ranks, too."""
     made: list[Tensor] = []
-    matrix = chunks.Products.matrix
+    matrix = products.Products.matrix
 
-    def recorded(self: chunks.Products, tokens: int, dtype: torch.dtype) -> Tensor:
+    def recorded(self: products.Products, tokens: int, dtype: torch.dtype) -> Tensor:
         self.logit_columns = self.columns + pad
         made.append(matrix(self, tokens, dtype))
         return made[-1]
 
-    monkeypatch.setattr(chunks.Products, "matrix", recorded)
+    monkeypatch.setattr(products.Products, "matrix", recorded)
     assert_rounded_once("linear_logprobs", batch(BF16), backend, BF16, chunk_size=8)
     assert {value.dtype for value in made} == {F32, BF16}
     for value in made:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import backends, registry
-from grpo_kernels.ops.linear_head import distillation_op, loss_op
+from grpo_kernels.ops.linear_head.loop import RUN
 from tests.harness import INDUCTOR, assert_close_to_rounding, device_of, needs_cpu_kernels
 from tests.ops.linear_head import cases, heads
 from tests.ops.linear_head import distillation_cases as distillation
@@ -261,12 +261,11 @@ def test_opcheck_of_the_ops_that_graphs_call(name: str) -> None:
     """Eager calls run the same functions, but not as ops."""
     if name == "linear_policy_loss":
         features = ("bias", "lora", "gaps", "policy_mask", "is_weights", "return_entropy")  # no metric is NaN
-        case, module, function = problem("sequence", *features, chunk_size=14), loss_op, "loss_forward"
-        op = case.op
+        op = problem("sequence", *features, chunk_size=14).op
     else:
-        op, module, function = of_teacher(), distillation_op, "forward"
-    with mock.patch.object(module, function, wraps=getattr(module, function)) as computed:
+        op = of_teacher()
+    with mock.patch.object(RUN, "_run", wraps=RUN._run) as computed:
         run(op, op.draw(), "cpu", F32)
-    flat = module.LOSS.layout.flat(computed.call_args.args[1])
+    flat = RUN.layout.flat(computed.call_args_list[0].args[1])
     flat = [value.detach() if isinstance(value, Tensor) else value for value in flat]
-    torch.library.opcheck(registry.overload(f"{name}_cpu"), flat)
+    torch.library.opcheck(registry.overload("linear_head_cpu"), flat)

@@ -1,4 +1,4 @@
-"""Chunks of linear_policy_loss: which tokens are computed, in which order, and how many at a time."""
+"""The plan of linear_policy_loss: which tokens are computed, in which order, and how many at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.ops.linear_head.head import Head, Shard
-from grpo_kernels.ops.linear_head.loss_op import Chunking
+from grpo_kernels.ops.linear_head.loop import Call, Plan
 from grpo_kernels.ops.linear_head.sizes import tokens_per_chunk
 from grpo_kernels.ops.policy_loss.arguments import Layout
 from grpo_kernels.ops.policy_loss.config import LossConfig
@@ -16,52 +16,34 @@ from grpo_kernels.ops.policy_loss.reference import Policy
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 from grpo_kernels.shared_positions import add_up
 
+Split = tuple[Tensor | None, Tensor | None]  # tokens without a gradient, and with one; None for none and for all
 
-def chunking_of(
-    layout: Layout,
-    head: Head,
-    policy: Policy,
-    config: LossConfig,
-    want_entropy: bool,
-    split: tuple[Tensor | None, Tensor | None],
-    index: Tensor | None,
-    chunk_size: int | None,
-    shard: Shard | None,
-) -> Chunking | None:
+
+def plan_of(
+    layout: Layout, config: LossConfig, call: Call, tokens: Split, chunk_size: int | None, shard: Shard | None
+) -> Plan | None:
     """None if the gradient of a chunk cannot be known before the other chunks are."""
-    without_grad, with_grad = split
-    tokens = len(head.targets) if with_grad is None else len(with_grad)
+    head, without_grad, with_grad = call.head, *tokens
+    count = len(head.targets) if with_grad is None else len(with_grad)
     others = 0 if without_grad is None else len(without_grad)
-    if shard is not None:
-        size = chunk_size or shard.tokens_per_chunk(tokens + others, head.weight)
-    else:
-        size = chunk_size or _tokens_per_chunk(tokens, others, head)
+    size = chunk_size or 0
+    if size == 0 and shard is not None:
+        size = shard.tokens_per_chunk(count + others, head.weight)
+    size = size or _tokens_per_chunk(count, others, head)
     ends = None
-    if config.couples_tokens and tokens > size:
-        if index is not None:
+    if config.couples_tokens and count > size:
+        if call.policy is None or call.policy.term_index is not None:
             return None
+        policy = call.policy.policy
         if with_grad is None and policy.cu_seqlens is None:
-            longest = layout.shape[1]
-            size = size // max(longest, 1) * longest
-        elif torch.compiler.is_compiling():  # the lengths of rows are values
+            size = size // max(layout.shape[1], 1) * layout.shape[1]  # whole rows
+            return None if size == 0 else Plan(None, None, None, size, chunk_size or 0)
+        if torch.compiler.is_compiling():  # the lengths of rows are values
             return None
-        else:
-            ends = _ends(layout, policy, with_grad)
-            longest = max(end - start for start, end in zip([0, *ends], ends, strict=False))
-        if longest > size or size == 0:
+        ends = _ends(layout, policy, with_grad)
+        if max(end - start for start, end in zip([0, *ends], ends, strict=False)) > size:
             return None
-    needs_entropy_gradient = want_entropy and config.entropy_coef != 0
-    return Chunking(
-        list(layout.shape),
-        want_entropy,
-        needs_entropy_gradient,
-        without_grad,
-        with_grad,
-        ends,
-        size,
-        product_tokens=chunk_size or 0,
-        term_index=index,
-    )
+    return Plan(without_grad, with_grad, ends, size, chunk_size or 0)
 
 
 def _tokens_per_chunk(with_grad: int, without_grad: int, head: Head) -> int:
@@ -71,18 +53,13 @@ def _tokens_per_chunk(with_grad: int, without_grad: int, head: Head) -> int:
     return size if count == 0 else min(size, -(-with_grad // count // 16) * 16)
 
 
-def split_tokens(
-    layout: Layout,
-    head: Head,
-    policy: Policy,
-    config: LossConfig,
-    index: Tensor | None,
-    shares: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def split_tokens(layout: Layout, config: LossConfig, call: Call) -> Split:
     """Participating tokens without and with a gradient, as far as that is known before anything is computed.
 
-    Tokens with a share in another term of the loss have one.
+    Tokens with a share in a distillation have one.
     """
+    assert call.policy is not None
+    head, policy, index = call.head, call.policy.policy, call.policy.term_index
     takes_part = policy.mask
     assert takes_part is not None
     has_grad = takes_part
@@ -94,8 +71,8 @@ def split_tokens(
         if policy.policy_mask is not None and not config.couples_tokens:
             has_grad = has_grad & policy.policy_mask
     is_live = has_grad.reshape(-1) if index is None else add_up(has_grad.long(), index, len(head.targets)) > 0
-    if shares is not None:
-        is_live = is_live | (shares != 0)
+    if call.teacher is not None:
+        is_live = is_live | (call.teacher.shares != 0)
     kind = torch.where(is_live, 1, torch.where(head.targets != IGNORED, 0, 2))
     order = kind.argsort(stable=True)
     without, with_, _ = torch.bincount(kind, minlength=3).tolist()
@@ -125,5 +102,4 @@ def _ends(layout: Layout, policy: Policy, selected: Tensor | None) -> list[int]:
     """Ends of the sequences, counted in the selected tokens."""
     tokens = _rows_of_tokens(layout, policy)
     tokens = tokens if selected is None else tokens[selected]
-    ends = torch.bincount(tokens, minlength=layout.rows).cumsum(0)
-    return [int(end) for end in ends.tolist()]
+    return [int(end) for end in torch.bincount(tokens, minlength=layout.rows).cumsum(0).tolist()]

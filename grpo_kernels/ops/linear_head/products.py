@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import registry
-from grpo_kernels.ops.linear_head.head import Head
+from grpo_kernels.inputs import op_inputs
+from grpo_kernels.ops.linear_head.head import Head, Shard
 from grpo_kernels.ops.linear_head.sizes import HALVES, tokens_per_product
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
-from grpo_kernels.ops.token_logprobs.reference import Gradient, GradientInto, LogitRows, Measured, Scaling
+from grpo_kernels.ops.token_logprobs.reference import Gradient, GradientInto, LogitRows, Measured
 
 # For the CPU only: writes a @ b of bfloat16 to `out`, or adds it, with float32 sums.
 registry.define_compiled("_half_product_cpu(Tensor(a!) out, Tensor a, Tensor b, bool add) -> ()")
@@ -25,29 +26,32 @@ _ALIGNMENT = 16  # items that a row of a matrix is padded to, for 32 bytes of ha
 # Weights of fewer elements get their gradient in float32 first: cuBLAS may split the sums of a small product among
 # multiprocessors and add the parts in half precision.
 UNSPLIT = 2**24
+_MAX_SHARE = 0.75  # above this share of tokens with a gradient, leaving the others out costs more than it saves
 
 
-class SeparateColumns(NamedTuple):
-    """Columns of a chunk's tokens that are kept from the kernels, [tokens, k], in float64.
+Tokens = slice | Tensor
 
-    Their logits in the chunk are -inf. The kernels measure and differentiate the rest of the vocabulary alone, however
-    little is left of it, and no gradient of these columns is the difference of two large numbers.
 
-    Attributes:
-        columns: different from each other for a token; the padding column stands for none
-        scaled: logits as the distribution has them; -inf for none
-        slopes: derivatives of these by the logits
-    """
+@op_inputs
+class Known:
+    """What the forward pass measured of all tokens, and the gradients of the loss by it."""
 
-    columns: Tensor
-    scaled: Tensor
-    slopes: Tensor
+    by_logprobs: Tensor | None
+    by_entropy: Tensor | None
+    normalizer: Tensor
+    entropy: Tensor | None
 
 
 class Chunk(NamedTuple):
-    """Tokens of a chunk, their logits (or the gradient that overwrote them), and measurements of them, [1, tokens].
+    """Tokens of a chunk, their logits (or the gradient that overwrote them), and measurements of them, [tokens].
 
-    Measurements that were not asked for are empty.
+    Columns can be kept from the kernels, which then measure and differentiate the rest of the vocabulary alone, however
+    little is left of it: the logits have -inf there.
+
+    Attributes:
+        columns: those kept apart, different from each other for a token, [tokens, k]; the padding column is none
+        raw: their logits, in float64
+        entropy: empty unless it was asked for
     """
 
     hidden: Tensor
@@ -57,28 +61,26 @@ class Chunk(NamedTuple):
     logprobs: Tensor
     entropy: Tensor
     normalizer: Tensor
-    separate: SeparateColumns | None = None
+    columns: Tensor | None = None
+    raw: Tensor | None = None
 
-    def compact(self, tokens: Tensor) -> Chunk:
-        """The chunk of only these tokens, ascending. Logits move up in place, as a copy could take half a chunk."""
-        rows = self.logits.unbind()
-        for to, token in enumerate(tokens.tolist()):
-            if to < token:
-                rows[to].copy_(rows[token])
 
-        def pick(value: Tensor) -> Tensor:
-            return value if value.numel() == 0 else value[:, tokens]
+class Upstream(NamedTuple):
+    """The gradient of a loss by a chunk: by what was measured of its tokens, or whole, by the logits.
 
-        return Chunk(
-            hidden=self.hidden[tokens],
-            logits=self.logits[: len(tokens)],
-            targets=pick(self.targets),
-            row_temperature=None if self.row_temperature is None else pick(self.row_temperature),
-            logprobs=pick(self.logprobs),
-            entropy=pick(self.entropy),
-            normalizer=pick(self.normalizer),
-            separate=None if self.separate is None else SeparateColumns(*(value[tokens] for value in self.separate)),
-        )
+    Attributes:
+        into: where the gradient by the logits belongs: over the logits, or in memory where it is rounded to half
+        by_logprob: [tokens]; of the rest where columns are kept apart
+        by_entropy: [tokens], likewise
+        by_columns: by the logits that are kept apart, [tokens, k]
+        is_whole: `into` has the gradient already
+    """
+
+    into: Tensor
+    by_logprob: Tensor | None = None
+    by_entropy: Tensor | None = None
+    by_columns: Tensor | None = None
+    is_whole: bool = False
 
 
 class Adapter:
@@ -110,6 +112,7 @@ class Products:
     Args:
         size: tokens of the largest chunk
         pad_column: append a column of logits that are -inf, for targets that belong to another rank's columns
+        shard: combine what is measured of each chunk with the other ranks
         tile: memory of the logits, where another head of this vocabulary has some; None means its own
     """
 
@@ -119,15 +122,22 @@ class Products:
         head: Head,
         size: int,
         pad_column: bool = False,
+        shard: Shard | None = None,
         tile: Tensor | None = None,
     ) -> None:
-        self.backend, self.head = backend, head
+        self.backend, self.head, self.shard = backend, head, shard
         self.columns = head.weight.shape[0]
         self.adapter = None if head.lora is None else Adapter(head.wide, *head.lora)
         self.in_halves = head.weight.dtype in HALVES and (backend != "cpu" or _multiplies_on_cpu(head.weight))
         self.weight = head.weight if self.in_halves else head.weight.to(head.wide)
         self.logit_columns = self.columns + pad_column
         self.tile = self.matrix(size, head.wide) if tile is None else tile
+
+    def beside(self, head: Head) -> Products:
+        """Those of another head of this vocabulary, for the same targets and in the same memory."""
+        other = head if self.shard is None else self.shard.part(head)
+        has_padding = self.logit_columns > self.columns
+        return Products(self.backend, other.for_targets_of(self.head), 0, has_padding, self.shard, self.tile)
 
     def matrix(self, tokens: int, dtype: torch.dtype) -> Tensor:
         """Memory for [tokens, logit_columns].
@@ -139,68 +149,49 @@ class Products:
         stride = -(-self.logit_columns // alignment) * alignment
         return token_logprobs.empty(self.head.hidden, (tokens, stride), dtype, self.backend)[:, : self.logit_columns]
 
-    def measure(self, tokens: slice | Tensor, want_entropy: bool, columns: Tensor | None = None) -> Chunk:
-        """Logits and log-probs of a chunk; with columns to keep apart, the measurements are of the rest."""
+    def measure(
+        self, tokens: Tokens, want_entropy: bool, columns: Tensor | None = None, known: Known | None = None
+    ) -> Chunk:
+        """Logits and log-probs of a chunk: with columns to keep apart, of the rest; or only logits, as all is known."""
         head = self.head
         hidden, logits = self.logits(tokens)
-        targets = head.targets[tokens]
-        row_temperature = None if head.row_temperature is None else head.row_temperature[tokens]
-        separate = None
+        targets, row_temperature = head.targets[tokens], None
+        if head.row_temperature is not None:
+            row_temperature = head.row_temperature[tokens]
+        if known is not None:
+            absent = known.normalizer.new_empty(0)
+            entropy = absent if known.entropy is None else known.entropy[tokens]
+            return Chunk(hidden, logits, targets, row_temperature, absent, entropy, known.normalizer[tokens])
+        raw = None
         if columns is not None:
-            separate = self._separate(logits, columns, row_temperature)
+            raw = logits.gather(1, columns).double()
+            logits.scatter_(1, columns, -torch.inf)
             targets = torch.where(targets == IGNORED, IGNORED, columns[:, 0])  # any column that is not of the rest
-        targets, row_temperature = targets[None], None if row_temperature is None else row_temperature[None]
-        measured = Measured(LogitRows(logits[None], targets, row_temperature, *head.scaling), want_entropy)
-        logprobs, entropy, normalizer = token_logprobs.FORWARD(self.backend, measured)
-        return Chunk(hidden, logits, targets, row_temperature, logprobs, entropy, normalizer, separate)
+        rows = self._rows(logits, targets, row_temperature)
+        results = token_logprobs.FORWARD(self.backend, Measured(rows, want_entropy))
+        logprobs, entropy, normalizer = (result.view(-1) for result in results)
+        if self.shard is not None:
+            own = logprobs, entropy, normalizer
+            logprobs, entropy, normalizer = self.shard.combine("linear_policy_loss", own, targets)
+        return Chunk(hidden, logits, targets, row_temperature, logprobs, entropy, normalizer, columns, raw)
 
-    def _separate(self, logits: Tensor, columns: Tensor, row_temperature: Tensor | None) -> SeparateColumns:
-        raw = logits.gather(1, columns).double()
-        logits.scatter_(1, columns, -torch.inf)
-        scaling = Scaling(None if row_temperature is None else row_temperature.double(), *self.head.scaling)
-        return SeparateColumns(columns, scaling.apply(raw), scaling.slope(torch.where(columns == self.columns, 0, raw)))
+    def _rows(self, logits: Tensor, targets: Tensor, row_temperature: Tensor | None) -> LogitRows:
+        return LogitRows(logits[None], targets[None], _one_row(row_temperature), *self.head.scaling)
 
-    def remeasure(self, tokens: slice | Tensor, normalizer: Tensor, entropy: Tensor | None) -> Chunk:
-        """A chunk of which everything but the logits is known."""
-        head = self.head
-        hidden, logits = self.logits(tokens)
-        absent = normalizer.new_empty(0)
-        return Chunk(
-            hidden=hidden,
-            logits=logits,
-            targets=head.targets[tokens][None],
-            row_temperature=None if head.row_temperature is None else head.row_temperature[tokens][None],
-            logprobs=absent,
-            entropy=absent if entropy is None else entropy[tokens][None],
-            normalizer=normalizer[tokens][None],
-        )
-
-    def differentiate(
-        self,
-        chunk: Chunk,
-        by_logprob: Tensor | None,
-        by_entropy: Tensor | None,
-        into: Tensor | None,
-        by_separate: Tensor | None = None,
-    ) -> Tensor:
-        """The gradient by the logits of a chunk, which overwrites them, or `into`, where it is rounded to half.
-
-        `by_separate` is that of the columns that were kept apart.
-        """
-        into = chunk.logits if into is None else into
-        gradient = Gradient(
-            None if by_logprob is None else by_logprob[None],
-            None if by_entropy is None else by_entropy[None],
-            chunk.normalizer,
-            None if by_entropy is None else chunk.entropy,
-            LogitRows(chunk.logits[None], chunk.targets, chunk.row_temperature, *self.head.scaling),
-        )
-        token_logprobs.BACKWARD_INTO(self.backend, GradientInto(into[None], gradient))
-        if by_separate is not None and chunk.separate is not None:
-            into.scatter_(1, chunk.separate.columns, by_separate.to(into.dtype))
+    def differentiate(self, chunk: Chunk, upstream: Upstream) -> Tensor:
+        """The gradient by the logits of a chunk, where it belongs."""
+        into = upstream.into
+        if not upstream.is_whole:
+            rows = self._rows(chunk.logits, chunk.targets, chunk.row_temperature)
+            by_logprob, by_entropy = _one_row(upstream.by_logprob), _one_row(upstream.by_entropy)
+            entropy = None if by_entropy is None else chunk.entropy[None]
+            gradient = Gradient(by_logprob, by_entropy, chunk.normalizer[None], entropy, rows)
+            token_logprobs.BACKWARD_INTO(self.backend, GradientInto(into[None], gradient))
+        if upstream.by_columns is not None and chunk.columns is not None:
+            into.scatter_(1, chunk.columns, upstream.by_columns.to(into.dtype))
         return into[:, : self.columns]
 
-    def logits(self, tokens: slice | Tensor) -> tuple[Tensor, Tensor]:
+    def logits(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         hidden = self.head.hidden[tokens]
         logits = self.tile[: len(hidden)]
         if self.logit_columns > self.columns:
@@ -224,6 +215,10 @@ class Products:
 
     def to_weight(self, by_logits: Tensor, hidden: Tensor, total: Tensor, add: bool) -> None:
         multiply(by_logits.t(), hidden, total, add)
+
+
+def _one_row(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value[None]
 
 
 def _multiplies_on_cpu(factor: Tensor) -> bool:
@@ -283,7 +278,7 @@ class Gradients:
         if sparse:
             self.hidden.zero_()
         self.staged: Tensor | None = None
-        self.waiting: list[slice | Tensor] = []  # places of the tokens in `staged`
+        self.waiting: list[Tokens] = []  # places of the tokens in `staged`
         self.count = 0
         if products.in_halves:
             chunk_tokens = len(products.tile)
@@ -305,31 +300,25 @@ class Gradients:
             for factor, is_needed in ((head.lora_a, self.needs_lora_a), (head.lora_b, self.needs_lora_b))
         )
 
-    def add(
-        self,
-        chunk: Chunk,
-        by_logprob: Tensor | None,
-        by_entropy: Tensor | None,
-        tokens: slice | Tensor,
-        by_separate: Tensor | None = None,
-    ) -> None:
-        """Adds the gradient of a chunk, whose logits it may overwrite; `by_separate` as in Products.differentiate."""
-        if len(chunk.hidden) == 0:
-            return
-        into = self.place(len(chunk.hidden))
-        by_logits = self.products.differentiate(chunk, by_logprob, by_entropy, into, by_separate)
-        self.add_by_logits(by_logits, chunk.hidden, tokens)
-
-    def place(self, count: int) -> Tensor | None:
-        """Where the gradient by the logits of this many tokens belongs; None means over the logits themselves."""
+    def place(self, chunk: Chunk) -> Tensor:
+        """Where the gradient by a chunk's logits belongs: over them, or where it waits for the products."""
         if self.staged is None:
-            return None
-        if self.count + count > len(self.staged):
+            return chunk.logits
+        if self.count + len(chunk.hidden) > len(self.staged):
             self._multiply_waiting()
-        return self.staged[self.count : self.count + count]
+        return self.staged[self.count : self.count + len(chunk.hidden)]
 
-    def add_by_logits(self, by_logits: Tensor, hidden: Tensor, tokens: slice | Tensor) -> None:
-        """Adds the gradient of tokens with these hidden states, which was written to its place."""
+    def add(self, chunk: Chunk, upstream: Upstream, tokens: Tokens) -> None:
+        """Adds the gradient of a chunk, whose logits it may overwrite."""
+        by_logits, hidden = self.products.differentiate(chunk, upstream), chunk.hidden
+        selected = None
+        if upstream.by_columns is None:
+            selected = tokens_with_grad(upstream.by_logprob, upstream.by_entropy)
+        if selected is not None and len(selected) <= _MAX_SHARE * len(hidden):
+            by_logits, hidden = _moved_up(by_logits, selected), hidden[selected]
+            tokens = tokens[selected] if isinstance(tokens, Tensor) else selected + tokens.start
+        if len(hidden) == 0:
+            return
         if self.staged is None:
             self._multiply(by_logits, hidden, tokens)
             return
@@ -356,7 +345,7 @@ class Gradients:
         self.waiting.clear()
         self.count = 0
 
-    def _multiply(self, by_logits: Tensor, hidden: Tensor, tokens: slice | Tensor) -> None:
+    def _multiply(self, by_logits: Tensor, hidden: Tensor, tokens: Tokens) -> None:
         adapter, by_reduced = self.products.adapter, None
         if adapter is not None and (self.needs_hidden or self.needs_lora_a):
             by_reduced = adapter.to_reduced(by_logits)
@@ -379,7 +368,7 @@ def _processors(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _joined(chunks: list[slice | Tensor], device: torch.device) -> slice | Tensor:
+def _joined(chunks: list[Tokens], device: torch.device) -> Tokens:
     """Places of the tokens of several chunks; a slice if those are slices that follow one another."""
     slices = [part for part in chunks if isinstance(part, slice)]
     if len(slices) == len(chunks) and all(a.stop == b.start for a, b in itertools.pairwise(slices)):
@@ -389,14 +378,20 @@ def _joined(chunks: list[slice | Tensor], device: torch.device) -> slice | Tenso
     )
 
 
+def _moved_up(rows: Tensor, selected: Tensor) -> Tensor:
+    """Only these rows, ascending, in the same memory, as a copy could take half a chunk."""
+    each = rows.unbind()
+    for to, place in enumerate(selected.tolist()):
+        if to < place:
+            each[to].copy_(each[place])
+    return rows[: len(selected)]
+
+
 def tokens_with_grad(*gradients: Tensor | None) -> Tensor | None:
     """Tokens where any gradient is not 0; None if those are all tokens, or if looking would wait for a GPU."""
     present = [gradient for gradient in gradients if gradient is not None]
     if not present or present[0].device.type != "cpu":
         return None
-    first, *others = present
-    has_grad = first != 0
-    for gradient in others:
-        has_grad |= gradient != 0
+    has_grad = torch.stack([gradient != 0 for gradient in present]).any(0)
     tokens = has_grad.nonzero().squeeze(1)
     return None if len(tokens) == len(has_grad) else tokens

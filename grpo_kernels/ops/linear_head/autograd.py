@@ -1,0 +1,153 @@
+"""The two ways to the gradient of a run: computed with the loss in the forward pass, or afterwards in the backward."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import registry
+from grpo_kernels.ops.linear_head.head import FACTORS, Shard
+from grpo_kernels.ops.linear_head.loop import RUN, Call, Results, run
+from grpo_kernels.ops.linear_head.products import Known
+from grpo_kernels.ops.policy_loss.registration import scaled, scaled_in_place
+from grpo_kernels.ops.token_logprobs.config import IGNORED
+
+_COUNT = len(FACTORS)
+
+
+def may_precompute(hidden: Tensor) -> bool:
+    """Whether the gradient may be rounded before it is multiplied by that of the loss.
+
+    Not in float16, whose small numbers are lost: a loss scaler multiplies the loss after the forward pass.
+    """
+    return hidden.dtype != torch.float16
+
+
+def _run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | None = None) -> tuple[Tensor, ...]:
+    """A run; an op of its own under torch.compile, which traces nothing that has more than tensors."""
+    return RUN(backend, call) if into is None and shard is None else run(backend, call, into, shard)
+
+
+class Precomputed(torch.autograd.Function):
+    """Hands over the gradients of the forward pass in the backward, once, without a copy.
+
+    `once` completes the error of a second backward: the op, when it has one backward only, and what to do instead. In a
+    compiled graph the gradients are saved, as nothing is known there of a second backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
+        backend: str,
+        call: Call,
+        into: Tensor | None,
+        shard: Shard | None,
+        once: tuple[str, str, str],
+    ) -> tuple[Tensor, ...]:
+        head = call.head.with_factors(hidden, weight, bias, lora_a, lora_b)
+        call = dataclasses.replace(call, head=head, needs=list(ctx.needs_input_grad[:_COUNT]))
+        outputs = _run(backend, call, into, shard)
+        results, gradients = outputs[:-_COUNT], outputs[-_COUNT:]
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)
+        ctx.has_added, ctx.backend, ctx.once = into is not None, backend, once
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(*gradients)
+        else:
+            ctx.gradients = gradients
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        others = (None,) * (len(ctx.needs_input_grad) - _COUNT)
+        if upstream is None:
+            return *(None,) * _COUNT, *others
+        op, condition, hint = ctx.once
+        if torch.compiler.is_compiling():
+            saved = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+            return *(scaled(op, gradient, upstream) if need else None for gradient, need in saved), *others
+        if ctx.gradients is None:
+            raise RuntimeError(
+                f"{op}: backward must run once{condition}, got a second call; the first handed out the gradients{hint}"
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        if ctx.has_added:
+            rule = f"{op}: the loss must be given to backward unscaled with weight_grad; scale it by normalizer="
+            torch._assert_async((upstream == 1).all(), rule)
+        results: list[Tensor | None] = []
+        for name, gradient, need in zip(FACTORS, gradients, ctx.needs_input_grad, strict=False):
+            is_added = name == "weight" and ctx.has_added
+            wanted = need and not is_added
+            results.append(scaled_in_place(op, ctx.backend, gradient, upstream) if wanted else None)
+        return *results, *others
+
+
+class Recomputed(torch.autograd.Function):
+    """Runs without gradients in the forward pass, and again with them in the backward.
+
+    The loss has a gradient; where there is none, log-probs and entropies have one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
+        backend: str,
+        call: Call,
+        shard: Shard | None,
+        op: str,
+    ) -> tuple[Tensor, ...]:
+        call = dataclasses.replace(call, head=call.head.with_factors(hidden, weight, bias, lora_a, lora_b))
+        results = Results(*_run(backend, call, None, shard)[:-_COUNT])
+        has_grad = {"loss"} if call.has_loss else {"logprobs", "entropy"} if call.want_entropy else {"logprobs"}
+        ctx.mark_non_differentiable(*(value for name, value in results._asdict().items() if name not in has_grad))
+        ctx.set_materialize_grads(False)
+        registry.save(ctx, RUN.layout, call, results.normalizer, results.entropy if call.want_entropy else None)
+        ctx.backend, ctx.shard, ctx.op = backend, shard, op
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        by = dict(zip(Results._fields, upstream, strict=True))
+        others = (None,) * (len(ctx.needs_input_grad) - _COUNT)
+        if all(each is None for each in upstream):
+            return *(None,) * _COUNT, *others
+        call, (normalizer, entropy) = registry.saved(ctx, RUN.layout)
+        needs = list(ctx.needs_input_grad[:_COUNT])
+        assert normalizer is not None
+        if call.has_loss:
+            call = call.scaled(by["loss"])
+        else:
+            is_ignored = call.head.targets == IGNORED
+            by_logprobs, by_entropy = (
+                None if each is None else torch.where(is_ignored, 0, each.detach())
+                for each in (by["logprobs"], by["entropy"] if call.want_entropy else None)
+            )
+            call = dataclasses.replace(call, known=Known(by_logprobs, by_entropy, normalizer, entropy))
+        gradients = _run(ctx.backend, dataclasses.replace(call, needs=needs), None, ctx.shard)[-_COUNT:]
+        finished = (registry.first_derivative(ctx.op, gradient) for gradient in gradients)
+        return *(value if need else None for value, need in zip(finished, needs, strict=True)), *others
+
+
+def precomputed(
+    backend: str, call: Call, into: Tensor | None, shard: Shard | None, once: tuple[str, str, str]
+) -> Results:
+    results = Precomputed.apply(*call.head.factors, backend, call, into, shard, once)  # type: ignore[no-untyped-call]
+    return Results(*results)
+
+
+def recomputed(backend: str, call: Call, shard: Shard | None, op: str) -> Results:
+    results = Recomputed.apply(*call.head.factors, backend, call, shard, op)  # type: ignore[no-untyped-call]
+    return Results(*results)

@@ -1,0 +1,209 @@
+"""The chunk loop of the LM head's ops, and its registration with torch.
+
+The logits of one chunk of tokens are in memory at a time. An objective reads them, and where it knows their gradient at
+once, the forward pass computes that of the head's factors, too: three matrix products instead of four.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import registry
+from grpo_kernels.inputs import op_inputs
+from grpo_kernels.ops.linear_head.divergence import Distillation
+from grpo_kernels.ops.linear_head.head import FACTORS, Head, Shard
+from grpo_kernels.ops.linear_head.objectives import Objective
+from grpo_kernels.ops.linear_head.objectives.logprobs import Logprobs, LogprobsGradient
+from grpo_kernels.ops.linear_head.objectives.policy import PolicyLossObjective, PolicyTerms
+from grpo_kernels.ops.linear_head.objectives.top_k import TopK
+from grpo_kernels.ops.linear_head.objectives.whole_teacher import WholeTeacherObjective
+from grpo_kernels.ops.linear_head.products import Chunk, Gradients, Known, Products, Tokens, Upstream, tokens_with_grad
+from grpo_kernels.ops.linear_head.sizes import chunks, tokens_per_chunk
+from grpo_kernels.ops.policy_loss.reference.metrics import METRICS
+from grpo_kernels.ops.token_logprobs import registration as token_logprobs
+from grpo_kernels.ops.token_logprobs.config import IGNORED
+
+SUPPORTS = token_logprobs.SUPPORTS
+_KERNELS = {name: dtypes for name, dtypes in SUPPORTS.items() if name != "reference"}
+
+
+@op_inputs
+class Plan:
+    """Which tokens are computed, and how many at a time.
+
+    Attributes:
+        without_grad: tokens without a gradient, measured before all others
+        with_grad: tokens with a gradient; None means all tokens, or on a CPU those that an objective names
+        ends: ends of the sequences among the tokens with a gradient, where chunks may end; None means anywhere
+        chunk_tokens: tokens of a chunk; 0 means chosen from the shapes
+        product_tokens: tokens of a product for the gradients in half precision; 0 likewise
+    """
+
+    without_grad: Tensor | None = None
+    with_grad: Tensor | None = None
+    ends: list[int] | None = None
+    chunk_tokens: int = 0
+    product_tokens: int = 0
+
+
+@op_inputs
+class Call:
+    """What one run of the loop computes: log-probs, unless it has a loss, and the gradients of some factors.
+
+    Attributes:
+        policy: the policy loss
+        teacher: a divergence from a teacher, perhaps beside the policy loss
+        other: head of another model for the same tokens: the policy's reference, or a teacher whose ids are not given
+        known: of log-probs whose gradient is computed
+        needs: whether hidden states, weight, bias and the adapter's A and B need a gradient
+    """
+
+    head: Head
+    policy: PolicyTerms | None = None
+    teacher: Distillation | None = None
+    other: Head | None = None
+    known: Known | None = None
+    want_entropy: bool = False
+    plan: Plan | None = None
+    needs: list[bool] = dataclasses.field(default_factory=lambda: [False] * len(FACTORS))
+
+    @property
+    def has_loss(self) -> bool:
+        return self.policy is not None or self.teacher is not None
+
+    def scaled(self, upstream: Tensor) -> Call:
+        """A distillation whose loss is multiplied by that."""
+        assert self.teacher is not None
+        teacher = dataclasses.replace(self.teacher, shares=self.teacher.shares * upstream)
+        return dataclasses.replace(self, teacher=teacher)
+
+    @property
+    def factors_of_tokens(self) -> list[Tensor | None]:
+        """Without a policy loss: all that the gradient of a token is multiplied by."""
+        if self.known is not None:
+            return [self.known.by_logprobs, self.known.by_entropy]
+        return [] if self.teacher is None else [self.teacher.shares]
+
+
+class Results(NamedTuple):
+    """What a run computed; empty where it did not. All are [N] but the first three.
+
+    Attributes:
+        loss: the sum of all terms
+        metrics: of the policy loss
+        distillation: the part of the loss that is a divergence from a teacher
+        normalizer: log-sum-exps of log-probs without a loss
+    """
+
+    loss: Tensor
+    metrics: Tensor
+    distillation: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+    normalizer: Tensor
+    divergence: Tensor
+    mass: Tensor
+
+
+def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | None = None) -> tuple[Tensor, ...]:
+    """The Results, and the gradients of the head's factors, empty where none is needed.
+
+    Args:
+        into: tensor that the weight's gradient is added to
+    """
+    head, plan = call.head if shard is None else shard.part(call.head), call.plan or Plan()
+    with_grad, device = plan.with_grad, head.hidden.device
+    if with_grad is None and call.policy is None:
+        with_grad = tokens_with_grad(*call.factors_of_tokens)
+    wants_grad = any(call.needs)
+    if with_grad is None and wants_grad:
+        head = head.without(head.targets == IGNORED)
+    total = len(head.hidden) if with_grad is None else len(with_grad)
+    before = 0 if plan.without_grad is None else len(plan.without_grad)
+    size = plan.chunk_tokens or tokens_per_chunk(total, len(head.weight), device.type, head.weight.dtype)
+    has_padding = shard is not None or (call.teacher is not None and call.teacher.ids is not None)
+    products = Products(backend, head, min(size, max(total, before)), has_padding, shard if call.policy else None)
+    objective = _objective(products, call, shard)
+    gradients = None
+    if wants_grad:
+        is_sparse = device.type == "cpu" or with_grad is not None
+        gradients = Gradients(products, call.needs, total, plan.product_tokens, into, is_sparse)
+
+    def measure(tokens: Tokens) -> Chunk:
+        return products.measure(tokens, call.want_entropy or shard is not None, objective.before(tokens), call.known)
+
+    with torch.autocast(device.type, enabled=False):
+        for part in chunks(before, size):
+            others = cast(Tensor, plan.without_grad)[part]
+            objective.read(measure(others), others, None)
+        for part in chunks(total, size, plan.ends):
+            tokens: Tokens = part if with_grad is None else with_grad[part]
+            chunk = measure(tokens)
+            upstream = None if gradients is None else Upstream(gradients.place(chunk))
+            upstream = objective.read(chunk, tokens, upstream)
+            if gradients is not None and upstream is not None:
+                gradients.add(chunk, upstream, tokens)
+        results = _empty_results(head)._replace(**objective.results())
+        by_factors = _fake_gradients(head, call.needs) if gradients is None else gradients.finish()
+        if shard is not None and gradients is not None:
+            shard.complete(by_factors, call.needs)
+    return *results, *by_factors
+
+
+def _objective(products: Products, call: Call, shard: Shard | None) -> Objective:
+    policy = None
+    if call.policy is not None:
+        policy = PolicyLossObjective(products, call.policy, call.other, call.want_entropy)
+    if call.teacher is not None and call.teacher.ids is None:
+        assert call.other is not None
+        return WholeTeacherObjective(products, call.teacher, call.other)
+    if call.teacher is not None:
+        return TopK(products, call.teacher, policy)
+    if call.known is not None:
+        return LogprobsGradient(call.known)
+    return policy or Logprobs(products.head, call.want_entropy, shard)
+
+
+def _empty_results(head: Head) -> Results:
+    return Results(*(head.hidden.new_empty(0, dtype=head.wide) for _ in Results._fields))
+
+
+def _fake_gradients(head: Head, needs: list[bool]) -> tuple[Tensor, ...]:
+    """The layout of Gradients.finish: empty where no gradient is needed."""
+
+    def gradient(factor: Tensor | None, is_needed: bool, dimensions: int) -> Tensor:
+        if factor is None:
+            return head.hidden.new_empty((0,) * dimensions, dtype=head.wide)
+        return factor.new_empty(factor.shape if is_needed else (0,) * dimensions)
+
+    return tuple(map(gradient, head.factors, needs, (1, 2, 1, 2, 2)))
+
+
+def _fake(call: Call) -> tuple[Tensor, ...]:
+    head, is_taught = call.head, call.teacher is not None
+    of_token = head.hidden.new_empty(head.targets.shape, dtype=head.wide)  # its length would be no symbol
+    if call.known is not None:
+        return *_empty_results(head), *_fake_gradients(head, call.needs)
+    fields: dict[str, Tensor] = {}
+    if call.policy is not None or is_taught:
+        fields["loss"] = of_token.new_empty(())
+    else:
+        fields["normalizer"] = torch.empty_like(of_token, dtype=torch.float64)
+    if call.policy is not None:
+        fields["metrics"] = of_token.new_empty(len(METRICS), dtype=torch.float64)
+    if is_taught:
+        fields |= {"distillation": of_token.new_empty(()), "divergence": of_token, "mass": torch.empty_like(of_token)}
+    if call.policy is not None or not is_taught:
+        fields["logprobs"] = torch.empty_like(of_token)
+        if call.want_entropy:
+            fields["entropy"] = torch.empty_like(of_token)
+    return *_empty_results(head)._replace(**fields), *_fake_gradients(head, call.needs)
+
+
+RUN = registry.ComposedOp(
+    "linear_head", Call, f"({', '.join(['Tensor'] * (len(Results._fields) + len(FACTORS)))})", _KERNELS, _fake, run
+)

@@ -1,0 +1,22 @@
+"""What the chunk loop reads of logits, and the gradient by them: one file for each loss."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from grpo_kernels.ops.linear_head.products import Chunk, Tokens, Upstream
+
+
+class Objective(Protocol):
+    """A loss in the chunk loop."""
+
+    def before(self, tokens: Tokens) -> Tensor | None:
+        """Does what comes before the logits of a chunk. Returns columns to keep apart from the rest."""
+
+    def read(self, chunk: Chunk, tokens: Tokens, upstream: Upstream | None) -> Upstream | None:
+        """Takes what was measured of a chunk; fills in the gradient by it, if there is to be one."""
+
+    def results(self) -> dict[str, Tensor]:
+        """After the last chunk, the fields of Results that were computed."""
