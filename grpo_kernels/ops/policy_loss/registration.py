@@ -152,21 +152,16 @@ SCALE = registry.TorchOp(
 )
 
 
-# Whether the running backward has retain_graph=True; torch tells only its own code.
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-
-
 def scaled(op: str, gradient: Tensor, upstream: Tensor) -> Tensor:
     """The gradient of a forward pass times the upstream gradient of the loss.
 
-    Most trainers call loss.backward(), whose upstream gradient is 1. On the CPU it costs nothing to see that; if there
-    may be another backward, the caller gets a copy, as it may change its gradient in between. Under tracing there is no
-    value to see. With create_graph=True the product can be differentiated by the upstream gradient, and by nothing
-    else.
+    Most trainers call loss.backward(), whose upstream gradient is 1. On the CPU it costs nothing to see that. The
+    caller gets a copy, as it may change its gradient before another backward. Under tracing there is no value to see.
+    With create_graph=True the product can be differentiated by the upstream gradient, and by nothing else.
     """
     gradient = registry.first_derivative(op, gradient)
     if _is_real(gradient, upstream) and upstream.device.type == "cpu" and upstream.item() == 1:
-        return gradient.clone() if _keeps_graph() else gradient
+        return gradient.clone()
     return gradient * upstream.to(gradient.dtype)
 
 
