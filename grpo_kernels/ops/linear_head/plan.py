@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo_kernels.ops.linear_head.head import Head, Shard
 from grpo_kernels.ops.linear_head.loop import Call, Plan
-from grpo_kernels.ops.linear_head.sizes import tokens_per_chunk
+from grpo_kernels.ops.linear_head.sizes import in_blocks, tokens_per_chunk
 from grpo_kernels.ops.policy_loss.arguments import Layout
 from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.reference import Policy
@@ -48,9 +48,10 @@ def plan_of(
 
 def _tokens_per_chunk(with_grad: int, without_grad: int, head: Head) -> int:
     """Chunks of one size for the tokens with a gradient, in memory that counts those without one, too."""
-    size = tokens_per_chunk(with_grad + without_grad, len(head.weight), head.hidden.device.type, head.weight.dtype)
+    device = head.hidden.device.type
+    size = tokens_per_chunk(with_grad + without_grad, len(head.weight), device, head.weight.dtype)
     count = -(-with_grad // size)
-    return size if count == 0 else min(size, -(-with_grad // count // 16) * 16)
+    return size if count == 0 else min(size, in_blocks(-(-with_grad // count), device))
 
 
 def split_tokens(layout: Layout, config: LossConfig, call: Call) -> Split:

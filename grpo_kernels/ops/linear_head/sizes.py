@@ -23,10 +23,19 @@ def tokens_per_chunk(tokens: int, vocabulary: int, device_type: str, dtype: torc
     Beyond 192 MiB of logits (1 GiB on a GPU) larger chunks gain nothing. In half precision the gradient has memory and
     products of its own (tokens_per_product), so that 512 MiB suffice.
     """
-    on_gpu = 2**27 if dtype in HALVES else 2**28
-    limit = max(64, (3 * 2**24 if device_type == "cpu" else on_gpu) // vocabulary)
+    if device_type == "cpu":
+        limit = max(64, 3 * 2**24 // vocabulary)
+    else:
+        limit = (2**27 if dtype in HALVES else 2**28) // vocabulary
+        limit = max(TILE_TOKENS, limit // TILE_TOKENS * TILE_TOKENS)
     count = max(-(-tokens // limit), min(3, -(-tokens // 256)), 1)
-    return max(1, -(-tokens // count // 16) * 16)  # chunks of one size, in whole blocks of the products
+    return in_blocks(-(-tokens // count), device_type)
+
+
+def in_blocks(tokens: int, device_type: str) -> int:
+    """At least as many tokens, in whole blocks of the products: a GPU computes the last tile as long as a full one."""
+    block = 16 if device_type == "cpu" else TILE_TOKENS
+    return max(1, -(-tokens // block) * block)
 
 
 def tokens_per_product(
