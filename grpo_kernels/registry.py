@@ -68,6 +68,7 @@ class Layout:
                 question = "?" if may_be_none or optional else ""
                 self.fields.append((field.name, _SCHEMA_TYPES[hint] + question))
         parts = [kind for _, kind in self.fields if isinstance(kind, Layout)]
+        self.size = len(self._paths())
         self._may_lack_parts: bool = any(part.optional or part._may_lack_parts for part in parts)
         self._read = operator.attrgetter(*self._paths())
 
@@ -96,9 +97,11 @@ class Layout:
         return values
 
     def _flat(self, inputs: Any) -> list[Any]:
+        if inputs is None:
+            return [None] * self.size
         values: list[Any] = []
         for name, kind in self.fields:
-            value = None if inputs is None else getattr(inputs, name)
+            value = getattr(inputs, name)
             if isinstance(kind, Layout):
                 values += kind._flat(value)
             else:

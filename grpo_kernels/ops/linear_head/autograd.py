@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_kernels import registry
 from grpo_kernels.ops.linear_head.head import FACTORS, Shard
-from grpo_kernels.ops.linear_head.loop import RUN, Call, Results, run
+from grpo_kernels.ops.linear_head.loop import RUN, Call, run
 from grpo_kernels.ops.linear_head.products import Known
 from grpo_kernels.ops.policy_loss.registration import scaled, scaled_in_place
 from grpo_kernels.ops.token_logprobs.config import IGNORED
@@ -26,9 +26,10 @@ def may_precompute(hidden: Tensor) -> bool:
     return hidden.dtype != torch.float16
 
 
-def _run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | None = None) -> tuple[Tensor, ...]:
+def _run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | None = None) -> list[Tensor]:
     """A run; an op of its own under torch.compile, which traces nothing that has more than tensors."""
-    return RUN(backend, call) if into is None and shard is None else run(backend, call, into, shard)
+    results: list[Tensor] = RUN(backend, call) if into is None and shard is None else run(backend, call, into, shard)
+    return results
 
 
 class Precomputed(torch.autograd.Function):
@@ -55,7 +56,7 @@ class Precomputed(torch.autograd.Function):
         head = call.head.with_factors(hidden, weight, bias, lora_a, lora_b)
         call = dataclasses.replace(call, head=head, needs=list(ctx.needs_input_grad[:_COUNT]))
         outputs = _run(backend, call, into, shard)
-        results, gradients = outputs[:-_COUNT], outputs[-_COUNT:]
+        results, gradients = tuple(outputs[:-_COUNT]), outputs[-_COUNT:]
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
         ctx.has_added, ctx.backend, ctx.once = into is not None, backend, once
@@ -110,31 +111,31 @@ class Recomputed(torch.autograd.Function):
         op: str,
     ) -> tuple[Tensor, ...]:
         call = dataclasses.replace(call, head=call.head.with_factors(hidden, weight, bias, lora_a, lora_b))
-        results = Results(*_run(backend, call, None, shard)[:-_COUNT])
-        has_grad = {"loss"} if call.has_loss else {"logprobs", "entropy"} if call.want_entropy else {"logprobs"}
-        ctx.mark_non_differentiable(*(value for name, value in results._asdict().items() if name not in has_grad))
+        results = _run(backend, call, None, shard)
+        with_grad = 1 if call.has_loss else len(results) - 1
+        ctx.mark_non_differentiable(*results[with_grad:])
         ctx.set_materialize_grads(False)
-        registry.save(ctx, RUN.layout, call, results.normalizer, results.entropy if call.want_entropy else None)
+        registry.save(ctx, RUN.layout, call, *([] if call.has_loss else results))
         ctx.backend, ctx.shard, ctx.op = backend, shard, op
-        return results
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        by = dict(zip(Results._fields, upstream, strict=True))
         others = (None,) * (len(ctx.needs_input_grad) - _COUNT)
         if all(each is None for each in upstream):
             return *(None,) * _COUNT, *others
-        call, (normalizer, entropy) = registry.saved(ctx, RUN.layout)
+        call, measured = registry.saved(ctx, RUN.layout)
         needs = list(ctx.needs_input_grad[:_COUNT])
-        assert normalizer is not None
         if call.has_loss:
-            call = call.scaled(by["loss"])
+            call = call.scaled(upstream[0])
         else:
             is_ignored = call.head.targets == IGNORED
             by_logprobs, by_entropy = (
                 None if each is None else torch.where(is_ignored, 0, each.detach())
-                for each in (by["logprobs"], by["entropy"] if call.want_entropy else None)
+                for each in (upstream[0], upstream[1] if call.want_entropy else None)
             )
+            normalizer, entropy = measured[-1], measured[1] if call.want_entropy else None
+            assert normalizer is not None
             call = dataclasses.replace(call, known=Known(by_logprobs, by_entropy, normalizer, entropy))
         gradients = _run(ctx.backend, dataclasses.replace(call, needs=needs), None, ctx.shard)[-_COUNT:]
         finished = (registry.first_derivative(ctx.op, gradient) for gradient in gradients)
@@ -143,11 +144,16 @@ class Recomputed(torch.autograd.Function):
 
 def precomputed(
     backend: str, call: Call, into: Tensor | None, shard: Shard | None, once: tuple[str, str, str]
-) -> Results:
+) -> dict[str, Tensor]:
+    """The results by name. The loss has a gradient by the head's factors."""
     results = Precomputed.apply(*call.head.factors, backend, call, into, shard, once)  # type: ignore[no-untyped-call]
-    return Results(*results)
+    return dict(zip(call.results, results, strict=True))
 
 
-def recomputed(backend: str, call: Call, shard: Shard | None, op: str) -> Results:
-    results = Recomputed.apply(*call.head.factors, backend, call, shard, op)  # type: ignore[no-untyped-call]
-    return Results(*results)
+def recomputed(backend: str, call: Call, shard: Shard | None, op: str) -> dict[str, Tensor]:
+    """The results by name. The loss, or else log-probs and entropies, have a gradient by the head's factors."""
+    if torch.is_grad_enabled() and any(call.head.needs_grad):
+        results = Recomputed.apply(*call.head.factors, backend, call, shard, op)  # type: ignore[no-untyped-call]
+    else:
+        results = _run(backend, call, None, shard)
+    return dict(zip(call.results, results, strict=True))

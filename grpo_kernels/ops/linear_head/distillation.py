@@ -98,4 +98,4 @@ def distill(
         results = precomputed(backend, call, into, None, once)
     else:
         results = recomputed(backend, call, None, once[0])
-    return DistillationLoss(results.loss, results.divergence, results.mass)
+    return DistillationLoss(results["loss"], results["divergence"], results["mass"])

@@ -98,12 +98,12 @@ def logprobs_at(
     part = head if at is None else head.at(at)
     if backend == "reference" and shard is None:  # it has no shards; a chunk of it does
         logprobs, entropy, _ = reference.forward(part, want_entropy)
+        measured = {"logprobs": logprobs, "entropy": entropy}
     else:
         plan = Plan(chunk_tokens=chunk_size or 0, product_tokens=chunk_size or 0)
-        results = recomputed(backend, Call(part, want_entropy=want_entropy, plan=plan), shard, _OP)
-        logprobs, entropy = results.logprobs, results.entropy
+        measured = recomputed(backend, Call(part, want_entropy=want_entropy, plan=plan), shard, _OP)
 
     def of_all(result: Tensor) -> Tensor:
         return result if at is None else result.new_zeros(len(head.targets)).index_put((at,), result)
 
-    return of_all(logprobs), of_all(entropy) if want_entropy else None
+    return of_all(measured["logprobs"]), of_all(measured["entropy"]) if want_entropy else None

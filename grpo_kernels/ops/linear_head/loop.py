@@ -7,7 +7,7 @@ once, the forward pass computes that of the head's factors, too: three matrix pr
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -75,6 +75,20 @@ class Call:
     def has_loss(self) -> bool:
         return self.policy is not None or self.teacher is not None
 
+    @property
+    def results(self) -> list[str]:
+        """Names of what a run returns: a loss first, as it has the gradient, and [N] but for the first three.
+
+        `distillation` is the part of the loss that is a divergence from a teacher; `normalizer` are log-sum-exps.
+        """
+        if self.known is not None:
+            return []
+        of_tokens = ["logprobs", "entropy"] if self.want_entropy else ["logprobs"]
+        if not self.has_loss:
+            return [*of_tokens, "normalizer"]
+        of_policy = [] if self.policy is None else ["metrics", *of_tokens]
+        return ["loss", *of_policy, *([] if self.teacher is None else ["distillation", "divergence", "mass"])]
+
     def scaled(self, upstream: Tensor) -> Call:
         """A distillation whose loss is multiplied by that."""
         assert self.teacher is not None
@@ -89,28 +103,8 @@ class Call:
         return [] if self.teacher is None else [self.teacher.shares]
 
 
-class Results(NamedTuple):
-    """What a run computed; empty where it did not. All are [N] but the first three.
-
-    Attributes:
-        loss: the sum of all terms
-        metrics: of the policy loss
-        distillation: the part of the loss that is a divergence from a teacher
-        normalizer: log-sum-exps of log-probs without a loss
-    """
-
-    loss: Tensor
-    metrics: Tensor
-    distillation: Tensor
-    logprobs: Tensor
-    entropy: Tensor
-    normalizer: Tensor
-    divergence: Tensor
-    mass: Tensor
-
-
-def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | None = None) -> tuple[Tensor, ...]:
-    """The Results, and the gradients of the head's factors, empty where none is needed.
+def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | None = None) -> list[Tensor]:
+    """What the call names as its results, and the gradients of the head's factors if any is needed.
 
     Args:
         into: tensor that the weight's gradient is added to
@@ -147,11 +141,14 @@ def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | Non
             upstream = objective.read(chunk, tokens, upstream)
             if gradients is not None and upstream is not None:
                 gradients.add(chunk, upstream, tokens)
-        results = _empty_results(head)._replace(**objective.results())
-        by_factors = _fake_gradients(head, call.needs) if gradients is None else gradients.finish()
-        if shard is not None and gradients is not None:
+        found = objective.results()
+        results = [found[name] for name in call.results]
+        if gradients is None:
+            return results
+        by_factors = gradients.finish()
+        if shard is not None:
             shard.complete(by_factors, call.needs)
-    return *results, *by_factors
+    return [*results, *by_factors]
 
 
 def _objective(products: Products, call: Call, shard: Shard | None) -> Objective:
@@ -168,10 +165,6 @@ def _objective(products: Products, call: Call, shard: Shard | None) -> Objective
     return policy or Logprobs(products.head, call.want_entropy, shard)
 
 
-def _empty_results(head: Head) -> Results:
-    return Results(*(head.hidden.new_empty(0, dtype=head.wide) for _ in Results._fields))
-
-
 def _fake_gradients(head: Head, needs: list[bool]) -> tuple[Tensor, ...]:
     """The layout of Gradients.finish: empty where no gradient is needed."""
 
@@ -183,27 +176,15 @@ def _fake_gradients(head: Head, needs: list[bool]) -> tuple[Tensor, ...]:
     return tuple(map(gradient, head.factors, needs, (1, 2, 1, 2, 2)))
 
 
-def _fake(call: Call) -> tuple[Tensor, ...]:
-    head, is_taught = call.head, call.teacher is not None
-    of_token = head.hidden.new_empty(head.targets.shape, dtype=head.wide)  # its length would be no symbol
-    if call.known is not None:
-        return *_empty_results(head), *_fake_gradients(head, call.needs)
-    fields: dict[str, Tensor] = {}
-    if call.policy is not None or is_taught:
-        fields["loss"] = of_token.new_empty(())
-    else:
-        fields["normalizer"] = torch.empty_like(of_token, dtype=torch.float64)
-    if call.policy is not None:
-        fields["metrics"] = of_token.new_empty(len(METRICS), dtype=torch.float64)
-    if is_taught:
-        fields |= {"distillation": of_token.new_empty(()), "divergence": of_token, "mass": torch.empty_like(of_token)}
-    if call.policy is not None or not is_taught:
-        fields["logprobs"] = torch.empty_like(of_token)
-        if call.want_entropy:
-            fields["entropy"] = torch.empty_like(of_token)
-    return *_empty_results(head)._replace(**fields), *_fake_gradients(head, call.needs)
+def _fake(call: Call) -> list[Tensor]:
+    head = call.head
+    shapes: dict[str, tuple[int, ...]] = {"loss": (), "distillation": (), "metrics": (len(METRICS),)}
+    wide = {"metrics": torch.float64, "normalizer": torch.float64}
+    results = [
+        head.hidden.new_empty(shapes.get(name, head.targets.shape), dtype=wide.get(name, head.wide))
+        for name in call.results
+    ]
+    return [*results, *_fake_gradients(head, call.needs)] if any(call.needs) else results
 
 
-RUN = registry.ComposedOp(
-    "linear_head", Call, f"({', '.join(['Tensor'] * (len(Results._fields) + len(FACTORS)))})", _KERNELS, _fake, run
-)
+RUN = registry.ComposedOp("linear_head", Call, "Tensor[]", _KERNELS, _fake, run)

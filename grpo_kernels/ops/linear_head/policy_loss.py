@@ -233,11 +233,11 @@ def _over_vocabulary(
         return _of_logprobs(asked, logprobs_of, chosen, chunk_size)
     results = precomputed(chosen, dataclasses.replace(call, plan=plan), weight_grad, shard, _ONCE)
     by_row = call.policy is not None and call.policy.policy.advantages.shape != layout.shape
-    loss = PolicyLoss(results.loss, PolicyLossMetrics(results.metrics, config, by_row, call.want_entropy))
-    loss.metrics.logprobs, loss.metrics.entropy = results.logprobs, results.entropy if call.want_entropy else None
+    metrics = PolicyLossMetrics(results["metrics"], config, by_row, call.want_entropy)
+    metrics.logprobs, metrics.entropy = results["logprobs"], results.get("entropy")
     if call.teacher is not None:
-        loss.metrics.distillation = DistillationLoss(results.distillation, results.divergence, results.mass)
-    return loss
+        metrics.distillation = DistillationLoss(*(results[name] for name in ("distillation", "divergence", "mass")))
+    return PolicyLoss(results["loss"], metrics)
 
 
 def _over_support(asked: _Asked, support: tuple[Tensor, Tensor], backend: str | None) -> PolicyLoss:

@@ -19,4 +19,4 @@ class Objective(Protocol):
         """Takes what was measured of a chunk; fills in the gradient by it, if there is to be one."""
 
     def results(self) -> dict[str, Tensor]:
-        """After the last chunk, the fields of Results that were computed."""
+        """After the last chunk, what was computed, by the names of Call.results."""
