@@ -109,9 +109,13 @@ class Layout:
         return values
 
     def build(self, values: Iterator[Any]) -> Any:
+        if self.optional:
+            own = [next(values) for _ in range(self.size)]
+            if all(value is None for value in own):
+                return None
+            values = iter(own)
         fields = [kind.build(values) if isinstance(kind, Layout) else next(values) for _, kind in self.fields]
-        is_absent = self.optional and all(field is None for field in fields)
-        return None if is_absent else self.kind(*fields)
+        return self.kind(*fields)
 
 
 def save(ctx: Any, layout: Layout, inputs: Any, *others: Tensor | None) -> None:

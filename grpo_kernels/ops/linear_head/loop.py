@@ -125,7 +125,8 @@ def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | Non
     gradients = None
     if wants_grad:
         is_sparse = device.type == "cpu" or with_grad is not None
-        gradients = Gradients(products, call.needs, total, plan.product_tokens, into, is_sparse)
+        looks = call.policy is not None and call.teacher is None
+        gradients = Gradients(products, call.needs, total, plan.product_tokens, into, is_sparse, looks)
 
     def measure(tokens: Tokens) -> Chunk:
         return products.measure(tokens, call.want_entropy or shard is not None, objective.before(tokens), call.known)

@@ -261,6 +261,7 @@ class Gradients:
         product_tokens: tokens of one pair of products; 0 means chosen from the shapes
         into: tensor that the weight's gradient is added to, instead of a new one
         sparse: some tokens get no gradient, so start from 0
+        looks: whether a chunk may have many tokens without a gradient, which are then left out
     """
 
     def __init__(
@@ -271,8 +272,9 @@ class Gradients:
         product_tokens: int,
         into: Tensor | None = None,
         sparse: bool = False,
+        looks: bool = False,
     ) -> None:
-        head, self.products = products.head, products
+        head, self.products, self.looks = products.head, products, looks
         self.needs_hidden, self.needs_weight, self.needs_bias, self.needs_lora_a, self.needs_lora_b = needs
         self.hidden = head.hidden.new_empty(head.hidden.shape if self.needs_hidden else (0,))
         if sparse:
@@ -312,7 +314,7 @@ class Gradients:
         """Adds the gradient of a chunk, whose logits it may overwrite."""
         by_logits, hidden = self.products.differentiate(chunk, upstream), chunk.hidden
         selected = None
-        if upstream.by_columns is None:
+        if self.looks:
             selected = tokens_with_grad(upstream.by_logprob, upstream.by_entropy)
         if selected is not None and len(selected) <= _MAX_SHARE * len(hidden):
             by_logits, hidden = _moved_up(by_logits, selected), hidden[selected]
