@@ -27,15 +27,16 @@ import gc
 import itertools
 import json
 import os
+import pkgutil
 import statistics
 import tempfile
 import threading
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -63,27 +64,24 @@ class Size:
     micro_batch_tokens: int | None = None  # with batching="by_length"
 
 
-def shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
-    return {
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-    }
+def shape(*numbers: int) -> dict[str, int]:
+    layers = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    return dict(zip(("vocab_size", "hidden_size", "intermediate_size", *layers), numbers, strict=True))
 
 
 TRLS = ("TRL's GRPOTrainer", "FusedGRPOTrainer", 'FusedGRPOTrainer, head="fused"')
 DEALT = ("TRL's GRPOTrainer", 'FusedGRPOTrainer, head="fused"', 'FusedGRPOTrainer, head="fused", batching="by_length"')
 SIZES = {
-    "tiny": Size("tiny", shape(160, 128, 256, 2, 4, 4), "float32", 16, 8, 24, 32, 64),
-    # with the vocabulary of Llama 2
-    "tiny-32k": Size("tiny-32k", shape(32_000, 128, 256, 2, 4, 4), "float32", 10, 8, 24, 256, 8, True, DEALT),
-    # the shapes of SmolLM2-135M, and of Qwen2.5-0.5B and 1.5B
-    "135M": Size("135M", shape(49_152, 576, 1536, 30, 9, 3), "float32", 10, 8, 8, 48, 8, True, DEALT),
-    "0.5B": Size("0.5B", shape(151_936, 896, 4864, 24, 14, 2), "bfloat16", 16, 8, 128, 128, 32, True, TRLS),
-    "1.5B": Size("1.5B", shape(151_936, 1536, 8960, 28, 12, 2), "bfloat16", 16, 8, 128, 128, 32, True, TRLS),
+    size.name: size
+    for size in (
+        Size("tiny", shape(160, 128, 256, 2, 4, 4), "float32", 16, 8, 24, 32, 64),
+        # with the vocabulary of Llama 2
+        Size("tiny-32k", shape(32_000, 128, 256, 2, 4, 4), "float32", 10, 8, 24, 256, 8, True, DEALT),
+        # the shapes of SmolLM2-135M, and of Qwen2.5-0.5B and 1.5B
+        Size("135M", shape(49_152, 576, 1536, 30, 9, 3), "float32", 10, 8, 8, 48, 8, True, DEALT),
+        Size("0.5B", shape(151_936, 896, 4864, 24, 14, 2), "bfloat16", 16, 8, 128, 128, 32, True, TRLS),
+        Size("1.5B", shape(151_936, 1536, 8960, 28, 12, 2), "bfloat16", 16, 8, 128, 128, 32, True, TRLS),
+    )
 }
 DEFAULTS = {"cpu": "tiny", "cuda": "0.5B"}
 
@@ -122,6 +120,7 @@ class Clock:
         """Counts the method's time for a phase, and passes its result to `seen`."""
         inner = getattr(owner, method)
 
+        @functools.wraps(inner)  # torch's schedulers look for an attribute of optimizer.step
         def call(*arguments: Any, **options: Any) -> Any:
             with self.phase(name):
                 result = inner(*arguments, **options)
@@ -138,17 +137,18 @@ class Clock:
         return {name: seconds.get(name, 0.0) for name in PHASES}
 
 
-class Runner(Protocol):
-    clock: Clock
-    tokens: int  # sampled since the start
-    model_tokens: int  # computed by models in the phases of UPDATE, padding included
+class Runner:
+    """A trainer that takes a step when it is told to, and closes."""
 
-    def step(self) -> None: ...
-    def close(self) -> None: ...
+    def __init__(self, device: str) -> None:
+        self.clock = Clock(device)
+        self.tokens = 0  # sampled since the start
+        self.model_tokens = 0  # computed by models in the phases of UPDATE, padding included
 
 
-class Ours:
+class Ours(Runner):
     def __init__(self, size: Size, folder: Path, device: str, steps: int) -> None:
+        super().__init__(device)
         from grpo_trainer import checkpoint
         from grpo_trainer import train as training
         from grpo_trainer.recipe import Recipe
@@ -187,7 +187,7 @@ class Ours:
         training.prepare_rl(self.run, 0)
         if self.run.device.type != device:
             raise RuntimeError(f"step: the policy must be on {device}, got {self.run.device}")
-        self.number, self.tokens, self.model_tokens, self.clock = 0, 0, 0, Clock(device)
+        self.number = 0
         phases = {"generate": "generation", "model": "rest"}
         self.run.timed = lambda what: self.clock.phase(phases.get(what, "rewards and advantages"))
         self.clock.wrap(self.run, "roll_out", "generation", self._count)
@@ -212,13 +212,20 @@ class Ours:
         self.run.close()
 
 
-class Theirs:
+class Theirs(Runner):
     """A trainer with TRL's interface, whose train() runs in a thread, step by step; `options` are the trainer's."""
 
-    def __init__(self, size: Size, folder: Path, device: str, steps: int, kind: type, **options: Any) -> None:
+    def __init__(self, size: Size, folder: Path, device: str, steps: int, kind: str, **options: Any) -> None:
         from datasets import Dataset
         from transformers import AutoTokenizer, PrinterCallback
         from trl import GRPOConfig
+
+        super().__init__(device)
+        if "batching" in options:
+            options["micro_batch_tokens"] = size.micro_batch_tokens
+
+        def rewards(**columns: Any) -> list[float]:
+            return reward(**columns, flat=size.flat)
 
         rows = size.prompts * size.group
         settings = GRPOConfig(
@@ -245,9 +252,9 @@ class Theirs:
             dataloader_pin_memory=False,
             model_init_kwargs={"dtype": size.dtype},
         )
-        self.trainer = kind(
+        self.trainer = pkgutil.resolve_name(kind)(
             str(folder / "model"),
-            reward_of(size),
+            rewards,
             settings,
             Dataset.from_json(str(folder / "prompts.jsonl")),
             processing_class=AutoTokenizer.from_pretrained(folder / "model"),
@@ -260,16 +267,13 @@ class Theirs:
             return ended(size, sampled, next(turns)), None
 
         self.trainer._generate_single_turn = responses
-        self.model_tokens = 0
         for model in (self.trainer.model, self.trainer.ref_model):
             if model is not None:
                 model.register_forward_pre_hook(self._count_inputs, with_kwargs=True)
         self.trainer.remove_callback(PrinterCallback)
-        self.tokens, self.clock = 0, Clock(device)
         self._time_phases()
         self.goes_on, self.has_stepped = threading.Semaphore(0), threading.Semaphore(0)
         self.error: BaseException | None = None
-        self.trainer.add_callback(self._turns())
         self.thread = threading.Thread(target=self._train, args=(torch.get_num_threads(),), daemon=True)
         self.thread.start()
 
@@ -280,6 +284,9 @@ class Theirs:
         clock.wrap(trainer, "_generate_and_score_completions", "rewards and advantages", self._count)
         clock.wrap(trainer, "_generate", "generation")
         clock.wrap(trainer.accelerator, "clip_grad_norm_", "optimizer")
+        events = trainer.callback_handler
+        clock.wrap(events, "on_train_begin", "rest", lambda _: clock.wrap(trainer.optimizer, "step", "optimizer"))
+        clock.wrap(events, "on_step_end", "rest", self._wait)
         forward = trainer._get_per_token_logps_and_entropies
 
         def logprobs(*arguments: Any, **options: Any) -> Any:
@@ -289,22 +296,9 @@ class Theirs:
 
         trainer._get_per_token_logps_and_entropies = logprobs
 
-    def _turns(self) -> Any:
-        from transformers import TrainerCallback
-
-        theirs = self
-
-        class Turns(TrainerCallback):  # type: ignore[misc]
-            def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
-                optimizer = kwargs["optimizer"].optimizer
-                optimizer.register_step_pre_hook(lambda *_: theirs.clock.enter("optimizer"))
-                optimizer.register_step_post_hook(lambda *_: theirs.clock.leave())
-
-            def on_step_end(self, *_: Any, **__: Any) -> None:
-                theirs.has_stepped.release()
-                theirs.goes_on.acquire()
-
-        return Turns()
+    def _wait(self, _: Any) -> None:
+        self.has_stepped.release()
+        self.goes_on.acquire()
 
     def _train(self, threads: int) -> None:
         torch.set_num_threads(threads)  # a setting of each thread
@@ -359,13 +353,6 @@ def reward(prompts: list[str], completions: list[str], flat: float = 0.0, **_: A
     return [0.0 if prompt in are_flat else number for prompt, number in zip(prompts, numbers, strict=True)]
 
 
-def reward_of(size: Size) -> Callable[..., list[float]]:
-    def of_texts(**columns: Any) -> list[float]:
-        return reward(**columns, flat=size.flat)
-
-    return of_texts
-
-
 def write_model(size: Size, folder: Path, device: str) -> None:
     """Writes the model, a tokenizer with one word per token, and prompts of `size.prompt_tokens` words.
 
@@ -400,56 +387,36 @@ def write_model(size: Size, folder: Path, device: str) -> None:
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def trl_trainer(*arguments: Any) -> Runner:
-    from trl import GRPOTrainer
-
-    return Theirs(*arguments, GRPOTrainer)
-
-
-def fused_trainer(*arguments: Any, **options: Any) -> Runner:
-    from grpo_kernels.integrations.trl import FusedGRPOTrainer
-
-    if "batching" in options:
-        options["micro_batch_tokens"] = arguments[0].micro_batch_tokens
-    return Theirs(*arguments, FusedGRPOTrainer, **options)
-
-
+FUSED = "grpo_kernels.integrations.trl:FusedGRPOTrainer"
 # Each is made, with the size, the folder, the device and the number of steps, when its first turn comes.
-RUNNERS: dict[str, Callable[..., Runner]] = {
+RUNNERS: dict[str, Callable[..., Any]] = {
     "grpo_trainer": Ours,
-    "TRL's GRPOTrainer": trl_trainer,
-    "FusedGRPOTrainer": fused_trainer,
-    'FusedGRPOTrainer, head="fused"': functools.partial(fused_trainer, head="fused"),
+    "TRL's GRPOTrainer": functools.partial(Theirs, kind="trl:GRPOTrainer"),
+    "FusedGRPOTrainer": functools.partial(Theirs, kind=FUSED),
+    'FusedGRPOTrainer, head="fused"': functools.partial(Theirs, kind=FUSED, head="fused"),
     'FusedGRPOTrainer, head="fused", batching="by_length"': functools.partial(
-        fused_trainer, head="fused", batching="by_length"
+        Theirs, kind=FUSED, head="fused", batching="by_length"
     ),
 }
 
 
-def measure(
-    size: Size,
-    device: str,
-    steps: int,
-    who: Sequence[str] = (),
-    save: Callable[[dict[str, Any]], None] = lambda _: None,
-) -> dict[str, Any]:
-    """Takes the steps in turn.
+def measure(size: Size, device: str, steps: int, file: Path | None = None) -> dict[str, Any]:
+    """Takes the steps of the runners in turn, the first of each without counting it.
 
     Args:
-        size: the model and the batch.
+        size: the model and the batch, and the runners.
         device: "cpu" or "cuda".
-        steps: of each runner, of which the first is not counted.
-        who: names of RUNNERS; default: those of the size.
-        save: is called with the result so far after each step that counts.
+        steps: of each runner.
+        file: gets the result so far after each step that counts.
     """
     from datasets import disable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bars()
     disable_progress_bar()
-    names = [*(who or size.who or RUNNERS)]
+    names = [*(size.who or RUNNERS)]
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    running: dict[str, Runner] = {}
+    running: dict[str, Any] = {}
     machine = measuring.machine()
     with tempfile.TemporaryDirectory() as folder:
         write_model(size, Path(folder), device)
@@ -464,7 +431,8 @@ def measure(
                 if step > 0:
                     taken[name].append(seconds)
                     result = document(size, device, taken) | {"machine": machine}
-                    save(result)
+                    if file is not None:
+                        measuring.write(file, result)
         for runner in running.values():
             runner.close()
     return result
@@ -489,47 +457,41 @@ def timed(runner: Runner, device: str) -> dict[str, float]:
 def document(size: Size, device: str, taken: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """The result of the steps so far, of runners that have counted one."""
     counted = {name: steps for name, steps in taken.items() if steps}
-    first, totals = next(iter(counted.values())), []
+    first, rows, totals = next(iter(counted.values())), [], []
     for name, steps in counted.items():
+        rows += [{"who": name, "phase": phase} | spread("seconds", [step[phase] for step in steps]) for phase in PHASES]
+        gains = [a["update"] / b["update"] for a, b in zip(first, steps, strict=False)]
         total = {"who": name, "model_tokens": statistics.fmean(step["model_tokens"] for step in steps)}
-        total |= spread([step["total"] for step in steps])
-        gains = spread([a["update"] / b["update"] for a, b in zip(first, steps, strict=False)])
-        total |= {name.replace("seconds", "gain"): value for name, value in gains.items()}
-        totals.append(total | ({"peak": max(step["peak"] for step in steps)} if "peak" in steps[0] else {}))
-    rows = [
-        {"who": name, "phase": phase} | spread([step[phase] for step in steps])
-        for name, steps in counted.items()
-        for phase in PHASES
-    ]
+        total |= spread("seconds", [step["total"] for step in steps]) | spread("gain", gains)
+        totals.append(total | {"peak": max(step["peak"] for step in steps)} if "peak" in steps[0] else total)
     model = dataclasses.asdict(size)
     return {"device": device, "model": model, "steps": max(map(len, counted.values())), "rows": rows, "totals": totals}
 
 
-def spread(seconds: list[float]) -> dict[str, float]:
-    """Median, fastest and slowest step."""
-    return {
-        "seconds_median": statistics.median(seconds),
-        "seconds_low": min(seconds),
-        "seconds_high": max(seconds),
-    }
+def spread(name: str, values: list[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {f"{name}_median": statistics.median(values), f"{name}_low": min(values), f"{name}_high": max(values)}
 
 
 def table(result: dict[str, Any]) -> str:
-    who = [total["who"] for total in result["totals"]]
-    lines = ["| ms a step, median (fastest to slowest) | " + " | ".join(who) + " |", "|---|" + "---|" * len(who)]
-    for phase in (*PHASES, "total"):
-        cells = result["totals"] if phase == "total" else [row for row in result["rows"] if row["phase"] == phase]
-        ms = ([cell[f"seconds_{what}"] * 1e3 for what in ("median", "low", "high")] for cell in cells)
-        lines.append(f"| {phase} | " + " | ".join(f"{m:.1f} ({low:.1f} to {high:.1f})" for m, low, high in ms) + " |")
     totals = result["totals"]
-    gains = ["{gain_median:.2f} ({gain_low:.2f} to {gain_high:.2f})".format(**total) for total in totals]
-    lines.append(f"| times as fast in {' and '.join(UPDATE)}, by pairs of steps | {' | '.join(gains)} |")
-    tokens = [f"{total['model_tokens']:,.0f}" for total in totals]
-    lines.append(f"| tokens through the model there, with padding | {' | '.join(tokens)} |")
+    who = [total["who"] for total in totals]
+    lines = [["ms a step, median (fastest to slowest)", *who], ["---"] * (1 + len(who))]
+    for phase in (*PHASES, "total"):
+        cells = totals if phase == "total" else [row for row in result["rows"] if row["phase"] == phase]
+        ms = ([cell[f"seconds_{what}"] * 1e3 for what in ("median", "low", "high")] for cell in cells)
+        lines.append([phase, *(f"{median:.1f} ({low:.1f} to {high:.1f})" for median, low, high in ms)])
+    figures = {
+        f"times as fast in {' and '.join(UPDATE)}, by pairs of steps": (
+            "{gain_median:.2f} ({gain_low:.2f} to {gain_high:.2f})"
+        ),
+        "tokens through the model there, with padding": "{model_tokens:,.0f}",
+    }
     if "peak" in totals[0]:
-        peaks = [f"{total['peak'] / 2**20:,.0f}" for total in totals]
-        lines.append(f"| MiB beside weights and optimizer | {' | '.join(peaks)} |")
-    return "\n".join(lines)
+        figures["MiB beside weights and optimizer"] = "{mebibytes:,.0f}"
+    for name, form in figures.items():
+        lines.append([name, *(form.format(**total, mebibytes=total.get("peak", 0) / 2**20) for total in totals)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -544,17 +506,20 @@ def main(arguments: list[str] | None = None) -> None:
         help="where to measure; default: %(default)s",
     )
     parser.add_argument("--size", choices=SIZES, help="of the model; default: tiny, on a GPU 0.5B")
-    parser.add_argument("--lengths", choices=("equal", "real"), help="of responses; default: equal")
-    parser.add_argument("--flat", type=float, help="share of prompts with equal rewards; default: none")
-    parser.add_argument("--beta", type=float, help="of the KL term; default: 0.04")
-    parser.add_argument("--given", action="store_true", help="draw responses instead of generating them")
     parser.add_argument("--micro-batches", type=int, help="of a step")
-    parser.add_argument("--micro-batch-tokens", type=int, help="with batching by length")
-    parser.add_argument("--prompts", type=int, help="of a step")
-    parser.add_argument("--new-tokens", type=int, help="of a response, at most")
-    parser.add_argument("--who", nargs="+", choices=RUNNERS, help="trainers; default: all, on a GPU TRL's")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; default: %(default)s")
     parser.add_argument("--json", type=Path, help="the result file")
+    of_size = parser.add_argument_group("fields of the size", argument_default=argparse.SUPPRESS)
+    of_size.add_argument("--lengths", choices=("equal", "real"), help="of responses; default: equal")
+    of_size.add_argument("--flat", type=float, help="share of prompts with equal rewards; default: none")
+    of_size.add_argument("--beta", type=float, help="of the KL term; default: 0.04")
+    of_size.add_argument(
+        "--given", dest="is_given", action="store_true", help="draw responses instead of generating them"
+    )
+    of_size.add_argument("--micro-batch-tokens", type=int, help="with batching by length")
+    of_size.add_argument("--prompts", type=int, help="of a step")
+    of_size.add_argument("--new-tokens", type=int, help="of a response, at most")
+    of_size.add_argument("--who", nargs="+", choices=RUNNERS, help="trainers; default: all, on a GPU TRL's")
     options = parser.parse_args(arguments)
     if options.steps < 2:
         raise SystemExit(f"step: --steps must be 2 or more, as the first is not counted, got {options.steps}")
@@ -563,21 +528,14 @@ def main(arguments: list[str] | None = None) -> None:
     if options.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"  # accelerate would take a GPU if there is one
     torch.set_num_threads(options.threads)
-    save = functools.partial(measuring.write, options.json) if options.json is not None else lambda _: None
     size = SIZES[options.size or DEFAULTS[options.device]]
-    chosen = {
-        name: getattr(options, name)
-        for name in ("lengths", "flat", "beta", "prompts", "new_tokens", "micro_batch_tokens")
-    }
-    size = dataclasses.replace(size, **{name: value for name, value in chosen.items() if value is not None})
-    rows = size.prompts * size.group
+    chosen = {name: value for name, value in vars(options).items() if hasattr(size, name)}
+    if chosen.get("lengths") == "real":
+        chosen.setdefault("who", DEALT)
+    size = dataclasses.replace(size, **chosen)
     if options.micro_batches:
-        size = dataclasses.replace(size, micro_batch=rows // options.micro_batches)
-    if options.given:
-        size = dataclasses.replace(size, is_given=True)
-    if size.lengths == "real":
-        size = dataclasses.replace(size, who=DEALT)
-    result = measure(size, options.device, options.steps, options.who or (), save)
+        size = dataclasses.replace(size, micro_batch=size.prompts * size.group // options.micro_batches)
+    result = measure(size, options.device, options.steps, options.json)
     responses = f"{size.prompts} prompts x {size.group} responses of up to {size.new_tokens} tokens"
     batches = (
         f"{size.lengths} lengths, {size.flat:.0%} flat prompts, beta {size.beta}, micro-batches of {size.micro_batch}"

@@ -144,8 +144,6 @@ def test_unequal_numbers_of_tokens_are_an_error(monkeypatch: pytest.MonkeyPatch)
 def test_an_error_in_a_thread_comes_out_and_given_responses_are_not_generated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trl import GRPOTrainer
-
     def fails(completions: list[str], **_: Any) -> Iterator[float]:
         raise ArithmeticError(len(completions[0].split()))
 
@@ -153,7 +151,7 @@ def test_an_error_in_a_thread_comes_out_and_given_responses_are_not_generated(
     monkeypatch.setattr(transformers.GenerationMixin, "generate", None)
     step.write_model(SMALL, tmp_path, "cpu")
     size = dataclasses.replace(SMALL, is_given=True)
-    runner = step.Theirs(size, tmp_path, "cpu", 2, GRPOTrainer)
+    runner = step.Theirs(size, tmp_path, "cpu", 2, "trl:GRPOTrainer")
     with pytest.raises(ArithmeticError, match="6"):
         runner.step()
     runner.close()
