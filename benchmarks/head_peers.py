@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.case import Call, Case, Floor, Provider, Same, sized
+from benchmarks.case import Call, Case, Floor, Provider, Same, Sweep, sized
+
+Add = Callable[["Inputs"], None]
 
 
 class Shape(NamedTuple):
@@ -27,10 +28,9 @@ class Shape(NamedTuple):
     def __str__(self) -> str:
         return f"N={self.rows} H={self.hidden} V={self.vocabulary}"
 
-    @property
-    def products(self) -> float:
-        """Flops of one matrix product."""
-        return 2.0 * self.rows * self.hidden * self.vocabulary
+    def floor(self, products: float) -> Floor:
+        """Lower bound of so many matrix products."""
+        return Floor(flops=2.0 * products * self.rows * self.hidden * self.vocabulary)
 
 
 SMALL = Shape(1024, 256, 32000, "a head of 256 with llama-2's vocabulary", "cpu", torch.float32)
@@ -63,24 +63,32 @@ OTHERS = (
 HALVES = Shape(512, 1024, 32000, "a head of 1,024 with llama-2's vocabulary", "cpu", torch.bfloat16)
 
 
-class Inputs:
-    """An on-policy batch of one long row: the loss is the mean of -advantage * log-prob, as in the peers."""
+TINY = Shape(1, 64, 1024, "", "", torch.float32)  # of the sweeps
 
-    def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
-        generator = torch.Generator(device).manual_seed(seed)
+
+class Inputs:
+    """An on-policy batch of one long row: the loss is the mean of -advantage * log-prob, as in the peers.
+
+    `add` may add attributes, and replace `leaves`, of which the gradients are.
+    """
+
+    def __init__(self, shape: Shape, add: Add | None, device: torch.device, seed: int = 0) -> None:
+        self.shape, self.options = shape, {"generator": torch.Generator(device).manual_seed(seed), "device": device}
         n, h, v = shape[:3]
-        random = lambda *sizes: torch.randn(*sizes, generator=generator, device=device)  # noqa: E731
-        self.hidden = random(n, h).to(shape.dtype).requires_grad_()
-        self.weight = (random(v, h) / h**0.5).to(shape.dtype).requires_grad_()
-        self.targets = torch.randint(v, (n,), generator=generator, device=device)
+        self.hidden = self.random(n, h).requires_grad_()
+        self.weight = (self.random(v, h) / h**0.5).requires_grad_()
+        self.leaves = self.hidden, self.weight
+        self.targets = torch.randint(v, (n,), **self.options)
         self.ones = torch.ones(n, device=device)
-        self.half = self.ones.clone()
-        self.half[::2] = 0
-        self.sixteenth = torch.arange(0, n, 16, device=device)
         self.cu_seqlens = torch.tensor([0, n], device=device)
+        if add is not None:
+            add(self)
+
+    def random(self, *sizes: int) -> Tensor:
+        return torch.randn(*sizes, **self.options).to(self.shape.dtype)
 
     def gradients(self, loss: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(loss, (self.hidden, self.weight))
+        return torch.autograd.grad(loss, self.leaves)
 
     @functools.cached_property
     def results(self) -> tuple[Tensor, ...]:
@@ -88,33 +96,33 @@ class Inputs:
         hidden, weight = self.hidden.detach(), self.weight.detach()
         return hidden @ weight.T, torch.zeros_like(hidden), torch.zeros_like(weight)
 
-    @property
-    def gradient_bytes(self) -> int:
-        return self.hidden.element_size() * (self.hidden.numel() + self.weight.numel())
+
+def gradient_bytes(i: Inputs) -> int:
+    return sum(leaf.nbytes for leaf in i.leaves)
 
 
-def case(
-    op: str,
-    shape: Shape,
-    suffix: str,
-    call: Call,
-    floor: Floor,
-    inputs: Callable[..., Any] = Inputs,
-    *arguments: Any,
-    is_returned: bool = True,
-    **options: Any,
-) -> Case:
-    """A call on the inputs of a head: `inputs(shape, *arguments, device, seed)`, which returns their gradients."""
-    fixed: dict[str, Any] = {"dtype": str(shape.dtype).removeprefix("torch."), "devices": (shape.device,), "pairs": 5}
-    fixed |= {"same": same(shape), "returned": operator.attrgetter("gradient_bytes") if is_returned else lambda _: 0}
-    make = functools.partial(inputs, shape, *arguments)
+def case(op: str, shape: Shape, suffix: str, call: Call, floor: Floor, add: Add | None = None, **options: Any) -> Case:
+    """A call on the inputs of a head, which returns their gradients."""
+    # the peers round their logits to the dtype of the weight, for bfloat16 by up to one part in 256
+    same = Same(of_largest=1e-5 if shape.dtype == torch.float32 else 2e-2)
+    fixed = {"dtype": str(shape.dtype).removeprefix("torch."), "devices": (shape.device,), "pairs": 5}
+    fixed |= {"same": same, "returned": gradient_bytes}
+    make = functools.partial(Inputs, shape, add)
     return Case(op, f"{shape}{suffix}", shape.model, floor, make, call, **fixed | options)
 
 
-def same(shape: Shape) -> Same:
-    # the peers round their logits to the dtype of the weight, for bfloat16 by up to one part in 256
-    near = 1e-5 if shape.dtype == torch.float32 else 2e-2
-    return Same(of_largest=near)
+def sweep(op: str, call: Call, floor: Floor, add: Add | None = None, suffix: str = "") -> Sweep:
+    """Rows of a small head, with the floor of one."""
+    return Sweep(
+        op,
+        f"forward and backward, H = 64, V = 1,024{suffix}",
+        "rows",
+        tuple(8 * 10**e for e in range(5)),
+        lambda device, size: Inputs(TINY._replace(rows=size), add, device),
+        call,
+        floor,
+        fit_from=800,
+    )
 
 
 def naive(i: Inputs) -> tuple[Tensor, ...]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from benchmarks.case import Bar, Case, Floor, Provider, Sweep
-from benchmarks.head_peers import COMMON, ON_CPU, OTHERS, QWEN_SMALL, SMALL, Inputs, Shape, case, peers
+from benchmarks.case import Bar, Case, Provider
+from benchmarks.head_peers import COMMON, ON_CPU, OTHERS, QWEN_SMALL, SMALL, TINY, Inputs, Shape, case, peers, sweep
 
 OP = "linear_logprobs"
 
@@ -29,7 +29,7 @@ def ours_with_entropy(i: Inputs) -> tuple[Tensor, ...]:
 
 def both_passes(shape: Shape) -> Case:
     providers = tuple(p for p in peers(ours_with_entropy) if p.name in ("naive autograd", "trl", "verl"))
-    return case(OP, shape, "", ours, Floor(flops=4 * shape.products), providers=providers, pairs=3)
+    return case(OP, shape, "", ours, shape.floor(4), providers=providers, pairs=3)
 
 
 def logprobs_alone(i: Inputs) -> Tensor:
@@ -40,8 +40,8 @@ def logprobs_alone(i: Inputs) -> Tensor:
 
 def forward(shape: Shape) -> Case:
     providers = tuple(Provider(name, call, package) for name, call, package in FORWARDS) if shape in COMMON else ()
-    floor = Floor(flops=shape.products)
-    return case(OP, shape, ", forward", logprobs_alone, floor, providers=providers, pairs=3, is_returned=False)
+    options = {"providers": providers, "pairs": 3, "returned": lambda _: 0}
+    return case(OP, shape, ", forward", logprobs_alone, shape.floor(1), **options)
 
 
 @torch.no_grad()
@@ -99,22 +99,9 @@ def verl_case(shape: Shape) -> Case:
         Provider("verl, logits", verl_logits, package="verl"),
     )
     options = {"providers": providers, "bars": tuple(Bar("memory below", 0.3, provider.name) for provider in providers)}
-    return case(OP, shape, ", verl's actor", ours_in_verl, Floor(flops=4 * shape.products), pairs=3, **options)
+    return case(OP, shape, ", verl's actor", ours_in_verl, shape.floor(4), pairs=3, **options)
 
 
 CASES = [both_passes(shape) for shape in (*ON_CPU, *COMMON)]
 CASES += [forward(shape) for shape in (*COMMON, *OTHERS)] + [verl_case(shape) for shape in (SMALL, QWEN_SMALL)]
-TINY = Shape(0, 64, 1024, "", "", torch.float32)
-SWEEPS = [
-    Sweep(
-        OP,
-        "forward and backward, H = 64, V = 1,024",
-        "rows",
-        tuple(8 * 10**e for e in range(5)),
-        lambda device, size: Inputs(TINY._replace(rows=size), device),
-        ours,
-        Floor(flops=4 * TINY._replace(rows=1).products),
-        fit_from=800,
-        batch=10_000,
-    )
-]
+SWEEPS = [sweep(OP, ours, TINY.floor(4))]
