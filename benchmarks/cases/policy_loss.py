@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from tests import peers_trl
 
 OP, ROWS, WIDTH, BETA = "policy_loss", sized(256), 2048, 0.04
 OURS = gk.LossConfig.trl(loss_type="dapo", beta=BETA, use_bias_correction_kl=False)
+CLIP, UNCLIPPED = gk.LossConfig(), gk.LossConfig(clip_low=None, clip_high=None)
 VERL = gk.LossConfig.verl(loss_mode="vanilla", use_kl_loss=True, kl_loss_coef=BETA, kl_loss_type="low_var_kl")
 
 
@@ -38,6 +40,7 @@ class Batch:
             self.chosen = torch.rand(rows, width, **options) < share
         self.advantages = torch.randn(rows, **options)
         self.logprobs.requires_grad_()
+        self.inputs = self.logprobs, self.old, self.advantages
         self.mask = torch.ones_like(self.chosen)
         self.is_weights = (0.1 * noise()).exp()
         self.tokens = self.mask.sum()  # what a trainer divides by, the tokens of all micro-batches
@@ -65,14 +68,14 @@ def of(rows: int = ROWS, share: float = 1.0) -> Make:
     return lambda device, seed: Batch(rows, WIDTH, device, seed, share)
 
 
-def ours(b: Batch, config: gk.LossConfig = OURS) -> Tensor:
-    result = gk.policy_loss(b.logprobs, b.old, b.advantages, mask=b.mask, ref_logprobs=b.ref, config=config)
-    return b.gradient(result.loss)
+def loss(b: Batch, config: gk.LossConfig = OURS, logprobs: Tensor | None = None, **arguments: Any) -> Tensor:
+    """Our loss of all tokens, or of those of another mask."""
+    arguments = {"mask": b.mask, "config": config} | arguments
+    return gk.policy_loss(b.logprobs if logprobs is None else logprobs, b.old, b.advantages, **arguments).loss
 
 
-def masked(b: Batch) -> Tensor:
-    result = gk.policy_loss(b.logprobs, b.old, b.advantages, mask=b.chosen, ref_logprobs=b.ref, config=OURS)
-    return b.gradient(result.loss)
+def gradient(of: Callable[[Batch], Tensor]) -> Call:
+    return lambda b: b.gradient(of(b))
 
 
 def packed(b: Batch) -> Tensor:
@@ -80,20 +83,6 @@ def packed(b: Batch) -> Tensor:
     lp, old, ref = b.packed
     result = gk.policy_loss(lp, old, b.advantages, cu_seqlens=b.cu_seqlens, ref_logprobs=ref, config=OURS)
     return torch.autograd.grad(result.loss, lp)[0]
-
-
-def trl(b: Batch) -> Tensor:
-    return b.gradient(b.of_trl[0](b.logprobs))
-
-
-def micro_batch(b: Batch) -> Tensor:
-    """A trainer's call: its own normalizer, on the device, and weights for the engine's log-probs."""
-    arguments: dict[str, Any] = {"ref_logprobs": b.ref, "is_weights": b.is_weights, "normalizer": {"tokens": b.tokens}}
-    return b.gradient(gk.policy_loss(b.logprobs, b.old, b.advantages, mask=b.mask, config=OURS, **arguments).loss)
-
-
-def trl_with_weights(b: Batch) -> Tensor:
-    return b.gradient(b.of_trl[1](b.logprobs))
 
 
 def plain(
@@ -113,14 +102,12 @@ def plain(
     return loss, torch.stack([*metrics, fractions[0].min(), fractions[1].max()]).detach()
 
 
-def by(function: Any, *more: str) -> Call:
-    """A function of the tensors of a batch; `more` names further ones."""
+def by(function: Any) -> Call:
+    return gradient(lambda b: function(b.logprobs, b.old, b.ref, b.advantages, b.mask)[0])
 
-    def call(b: Batch) -> Tensor:
-        others = (getattr(b, name) for name in more)
-        return b.gradient(function(b.logprobs, b.old, b.ref, b.advantages, b.mask, *others)[0])
 
-    return call
+def by_with_weights(function: Any) -> Call:
+    return gradient(lambda b: function(b.logprobs, b.old, b.ref, b.advantages, b.mask, b.is_weights)[0])
 
 
 @functools.cache
@@ -141,77 +128,43 @@ def verl(b: Batch) -> Tensor:
     return b.gradient(loss + BETA * core_algos.agg_loss(kl, b.mask, "token-mean"))
 
 
-def setting(arguments: dict[str, str] | None = None, **fields: Any) -> Call:
-    """Our call with settings that PPO's clipped loss does not have; arguments are attributes of the batch."""
-    config = gk.LossConfig(**fields)
-
-    def call(b: Batch) -> Tensor:
-        more: dict[str, Any] = {name: getattr(b, attribute) for name, attribute in (arguments or {}).items()}
-        return b.gradient(gk.policy_loss(b.logprobs, b.old, b.advantages, mask=b.mask, config=config, **more).loss)
-
-    return call
-
-
+# with settings that PPO's clipped loss does not have
 SETTINGS = {
-    "the same again": setting(),
-    "ipo": setting(loss="ipo"),
-    "icepop": setting(loss="icepop"),
-    "topr": setting(loss="topr"),
-    "gspo": setting(ratio="sequence"),
-    "is_weights": setting({"is_weights": "is_weights"}),
-    "policy_mask": setting({"policy_mask": "chosen"}),
+    "the same again": functools.partial(loss, config=CLIP),
+    "ipo": functools.partial(loss, config=gk.LossConfig(loss="ipo")),
+    "icepop": functools.partial(loss, config=gk.LossConfig(loss="icepop")),
+    "topr": functools.partial(loss, config=gk.LossConfig(loss="topr")),
+    "gspo": functools.partial(loss, config=gk.LossConfig(ratio="sequence")),
+    "is_weights": lambda b: loss(b, CLIP, is_weights=b.is_weights),
+    "policy_mask": lambda b: loss(b, CLIP, policy_mask=b.chosen),
 }
-
-
-def composed(function: str) -> Call:
-    """PPO's clipped loss with what a function of gk.variants computes from the log-probs, or a loss of its own."""
-    of_variant = getattr(gk.variants, function)
-
-    def call(b: Batch) -> Tensor:
-        tokens = b.logprobs, b.old, b.advantages
-        if function.endswith("_loss"):
-            return b.gradient(of_variant(*tokens, 8, mask=b.mask))
-        if function.endswith("_logprobs"):
-            averaged = of_variant(*tokens[:2], mask=b.mask)
-            return b.gradient(gk.policy_loss(averaged, *tokens[1:], mask=b.mask, config=gk.LossConfig()).loss)
-        weights = of_variant(*tokens, mask=b.mask)
-        return b.gradient(gk.policy_loss(*tokens, mask=b.mask, is_weights=weights, config=gk.LossConfig()).loss)
-
-    return call
-
-
-def flowrl(b: Batch) -> Tensor:
-    return b.gradient(gk.variants.flowrl_loss(b.logprobs, b.old, b.ref, b.advantages, b.advantages, mask=b.mask))
-
-
-def kl_cov(b: Batch) -> Tensor:
-    tokens, unclipped = (b.logprobs, b.old, b.advantages), gk.LossConfig(clip_low=None, clip_high=None)
-    penalty = gk.variants.kl_cov_penalty(*tokens, gk.token_shares(b.mask), mask=b.mask)
-    return b.gradient(gk.policy_loss(*tokens, mask=b.mask, config=unclipped).loss + penalty)
-
-
-def high_entropy(b: Batch) -> Tensor:
-    chosen = gk.variants.high_entropy_mask(-b.old, b.mask, 0.2)
-    tokens, config = (b.logprobs, b.old, b.advantages), gk.LossConfig()
-    return b.gradient(gk.policy_loss(*tokens, mask=b.mask, policy_mask=chosen, config=config).loss)
-
-
+# PPO's clipped loss with what a function of gk.variants computes from the log-probs, or a loss of its own
 VARIANTS = {
-    "GVPO": composed("gvpo_loss"),
-    "REAL": composed("real_loss"),
-    "FlowRL": flowrl,
-    "FIPO": composed("future_kl_weights"),
-    "Clip-Cov": composed("clip_cov_weights"),
-    "KL-Cov": kl_cov,
-    "tokens of high entropy": high_entropy,
-    "average": composed("average_logprobs"),
-    "geometric_average": composed("geometric_average_logprobs"),
+    "GVPO": lambda b: gk.variants.gvpo_loss(*b.inputs, 8, mask=b.mask),
+    "REAL": lambda b: gk.variants.real_loss(*b.inputs, 8, mask=b.mask),
+    "FlowRL": lambda b: gk.variants.flowrl_loss(b.logprobs, b.old, b.ref, b.advantages, b.advantages, mask=b.mask),
+    "FIPO": lambda b: loss(b, CLIP, is_weights=gk.variants.future_kl_weights(*b.inputs, mask=b.mask)),
+    "Clip-Cov": lambda b: loss(b, CLIP, is_weights=gk.variants.clip_cov_weights(*b.inputs, mask=b.mask)),
+    "KL-Cov": lambda b: (
+        loss(b, UNCLIPPED) + gk.variants.kl_cov_penalty(*b.inputs, gk.token_shares(b.mask), mask=b.mask)
+    ),
+    "tokens of high entropy": lambda b: loss(b, CLIP, policy_mask=gk.variants.high_entropy_mask(-b.old, b.mask, 0.2)),
+    "average": lambda b: loss(b, CLIP, gk.variants.average_logprobs(b.logprobs, b.old, mask=b.mask)),
+    "geometric_average": lambda b: loss(
+        b, CLIP, gk.variants.geometric_average_logprobs(b.logprobs, b.old, mask=b.mask)
+    ),
 }
 
 # float32 gradients of 1e-6, against the largest of them
 SAME = Same(rtol=1e-4, of_largest=1e-5)
+ours = gradient(lambda b: loss(b, ref_logprobs=b.ref))
+clip = gradient(lambda b: loss(b, CLIP))
 ALL_TOKENS = Provider("all tokens", ours, agrees=False)
-BY_MASK = Provider("the same by a mask on dense arrays", masked, agrees=False)
+BY_MASK = Provider(
+    "the same by a mask on dense arrays",
+    gradient(lambda b: loss(b, mask=b.chosen, ref_logprobs=b.ref)),
+    agrees=False,
+)
 
 
 def some_tokens(name: str, shape: str, rows: int, share: float, *bars: Bar) -> Case:
@@ -239,8 +192,8 @@ CASES = [
         same=SAME,
         quick=("trl",),
         providers=(
-            Provider("trl", trl, package="trl"),
-            Provider("verl", verl, package="verl", ours=lambda b: ours(b, VERL)),
+            Provider("trl", gradient(lambda b: b.of_trl[0](b.logprobs)), package="trl"),
+            Provider("verl", verl, package="verl", ours=gradient(lambda b: loss(b, VERL, ref_logprobs=b.ref))),
             Provider("torch.compile", by(torch.compile(plain, dynamic=False))),
             Provider("torch eager", by(plain)),
             Provider("two torch.exp", lambda b: torch.exp(torch.exp(b.old)), agrees=False),
@@ -259,11 +212,12 @@ CASES = [
             f"{rows} responses of {width:,} tokens, a normalizer on the device, importance weights",
             Floor(bytes=21 * rows * width),
             lambda device, seed, rows=rows, width=width: Batch(rows, width, device, seed),
-            micro_batch,
+            # a trainer's call: its own normalizer, on the device, and weights for the engine's log-probs
+            gradient(lambda b: loss(b, ref_logprobs=b.ref, is_weights=b.is_weights, normalizer={"tokens": b.tokens})),
             (
-                Provider("trl", trl_with_weights, package="trl"),
-                Provider("torch eager", by(plain, "is_weights")),
-                Provider("torch.compile", by(torch.compile(plain, dynamic=False), "is_weights")),
+                Provider("trl", gradient(lambda b: b.of_trl[1](b.logprobs)), package="trl"),
+                Provider("torch eager", by_with_weights(plain)),
+                Provider("torch.compile", by_with_weights(torch.compile(plain, dynamic=False))),
             ),
             same=SAME,
             devices=("cuda",),
@@ -287,8 +241,8 @@ CASES = [
         "256 responses of 2,048 tokens, one thread",
         Floor(bytes=13 * ROWS * WIDTH),
         of(),
-        setting(),
-        tuple(Provider(name, call, agrees=False) for name, call in SETTINGS.items()),
+        clip,
+        tuple(Provider(name, gradient(of), agrees=False) for name, of in SETTINGS.items()),
         tuple(Bar("ratio at most", 1.5, name) for name in SETTINGS),
         devices=("cpu",),
         pairs=40,
@@ -301,8 +255,8 @@ CASES = [
         "256 responses of 2,048 tokens, one thread",
         Floor(bytes=13 * ROWS * WIDTH),
         of(),
-        setting(),
-        tuple(Provider(name, call, agrees=False) for name, call in VARIANTS.items()),
+        clip,
+        tuple(Provider(name, gradient(of), agrees=False) for name, of in VARIANTS.items()),
         devices=("cpu",),
         one_thread=True,
     ),
