@@ -127,7 +127,6 @@ class Case:
     dtype: str = "float32"
     devices: tuple[str, ...] = DEVICES
     pairs: int = 15  # of alternating times, ours and a provider's
-    target: float = 0.02  # seconds per side of a pair, but at least one call
     arrays: dict[str, Callable[[Any], int]] = field(default_factory=dict)  # bytes, for bars on memory
     returned: Callable[[Any], int] = lambda _: 0  # bytes of the results, which memory figures exclude
     quick: tuple[str, ...] = ()  # providers whose ratio is steady even on a busy machine
@@ -150,7 +149,6 @@ class Sweep:
     floor: Floor  # per unit
     bars: tuple[Bar, ...] = ()
     fit_from: int = 0  # smallest size in the fit; below it the fixed cost of a call dominates
-    batch: int = 2**20  # units per sample, but at least one call
 
 
 def with_variants(case: Case, switch: str) -> Case:

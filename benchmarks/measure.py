@@ -181,7 +181,7 @@ def in_turn(call: Call, sets: list[Any]) -> Callable[[], Any]:
 
 def measure_ours(case: Case, sets: list[Any], device: torch.device, limits: dict[str, float]) -> Result:
     """Times of our call, the floor at the ceiling of the machine, and the peak memory in bytes."""
-    result = timing(in_turn(case.ours, sets), _target(case, device))
+    result = timing(in_turn(case.ours, sets), _target())
     result |= gpu_numbers(lambda: case.ours(sets[0]), device, result["us"])
     floor = case.floor.seconds(limits, case.dtype) * 1e6
     result |= {"floor_us": floor, "of_ceiling": floor / result.get("cold_us", result["us"])}
@@ -219,7 +219,7 @@ def _measured(
     else:
         most = 1 if is_rehearsal() else 5 if has_events(device) else case.pairs  # times of a GPU vary little
         pairs = pairs or min(most, case.pairs)
-        ratio = paired(ours, theirs, pairs=pairs, target=_target(case, device))
+        ratio = paired(ours, theirs, pairs=pairs, target=_target())
     share = provider.share
     result: Result = {"us": ratio.theirs / share, "ours_us": ratio.ours, "ratio": ratio.ratio / share}
     result |= {"low": ratio.low / share, "high": ratio.high / share, "agrees": provider.agrees}
@@ -277,11 +277,9 @@ def short(number: float) -> str:
     return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
 
 
-def _target(case: Case, device: torch.device) -> float:
-    """Seconds per side of a pair; a single launch is too short to time on a GPU."""
-    if is_rehearsal():
-        return 0.0
-    return case.target if device.type == "cpu" else max(case.target, 0.02)
+def _target() -> float:
+    """Seconds per side of a pair, but at least one call; a single launch is too short to time on a GPU."""
+    return 0.0 if is_rehearsal() else 0.02
 
 
 def timing(call: Callable[[], Any], target: float, samples: int = 10) -> Result:
@@ -436,9 +434,8 @@ def measure_sweep(sweep: Sweep, device: torch.device, limits: dict[str, float]) 
     points: list[Result] = []
     for size in sweep.sizes:
         inputs = sweep.inputs(device, size)
-        call = lambda inputs=inputs: sweep.ours(inputs)  # noqa: E731
-        call()
-        repeats = max(1, min(1000, sweep.batch // size))
+        call = functools.partial(sweep.ours, inputs)
+        repeats = repeats_for(call, _target())
         taken = min(seconds(call, repeats) for _ in range(5))
         floor = size * sweep.floor.seconds(limits, "float32")
         points.append({"size": size, "us": taken * 1e6, "floor_us": floor * 1e6})
@@ -452,6 +449,5 @@ def measure_sweep(sweep: Sweep, device: torch.device, limits: dict[str, float]) 
 
 def exponent(points: list[tuple[float, float]]) -> float:
     """Slope of log time over log size, by least squares."""
-    logs = [(math.log(size), math.log(time)) for size, time in points]
-    x0, y0 = (statistics.mean(column) for column in zip(*logs, strict=True))
-    return sum((x - x0) * (y - y0) for x, y in logs) / sum((x - x0) ** 2 for x, _ in logs)
+    sizes, times = zip(*points, strict=True)
+    return statistics.linear_regression([*map(math.log, sizes)], [*map(math.log, times)]).slope

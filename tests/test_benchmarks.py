@@ -45,7 +45,6 @@ def small_case(**changes: Any) -> Case:
         (Bar("ratio at least", 0.0, "mean"), Bar("cost at most", 1e9, "twice")),
         Same(rtol=1e-6),
         pairs=3,
-        target=1e-4,
     )
     return dataclasses.replace(case, **changes)
 

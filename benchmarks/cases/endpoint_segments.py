@@ -135,6 +135,5 @@ SWEEPS = [
         Floor(bytes=30),
         (Bar("exponent below", 1.1), Bar("growth at most", 2)),
         fit_from=2**18,
-        batch=2 * 10**6,
     )
 ]

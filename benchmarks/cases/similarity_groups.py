@@ -170,6 +170,5 @@ SWEEPS = [
         ours,
         floor(1, 8),
         fit_from=100,
-        batch=10_000,
     )
 ]

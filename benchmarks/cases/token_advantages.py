@@ -140,6 +140,5 @@ SWEEPS = [
         Floor(bytes=26),
         (Bar("exponent below", 1.1), Bar("growth at most", 2)),
         fit_from=2**18,
-        batch=2 * 10**6,
     )
 ]

@@ -127,7 +127,6 @@ CASES = [
         same=SAME,
         checked=of(8),
         pairs=7,
-        target=0.0,
         arrays={"the logits": logits_bytes},
         bars=(
             Bar("ratio at least", 2, "trl"),
@@ -147,7 +146,6 @@ CASES = [
         same=SAME,
         checked=of(8),
         pairs=7,
-        target=0.0,
         quick=("torch, log_softmax",),
         bars=(Bar("ratio at least", 1, "torch.compile"),),
     ),
@@ -164,7 +162,6 @@ CASES = [
         checked=of(8),
         dtype="bfloat16",
         pairs=7,
-        target=0.0,
     ),
     Case(
         OP,
@@ -175,7 +172,6 @@ CASES = [
         in_place,
         devices=("cpu",),
         pairs=5,
-        target=0.0,
         arrays={"the logits": lambda i: 4 * len(i.hidden) * len(i.weight)},
         bars=(Bar("memory below", 1.1, "the logits"),),  # the logits themselves
     ),
