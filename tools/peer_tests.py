@@ -7,13 +7,12 @@
 
 The models and data that TRL's tests download are generated instead, small and random, under the same names. Functions
 `is_PACKAGE_available` that the tests import and the installed TRL lacks are added. A test that
-passes with the peer's functions must pass with ours; the exit status is 1 otherwise. --json stores the lists.
+passes with the peer's functions must pass with ours; the exit status is 1 otherwise. --json stores all outcomes.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import importlib.util
 import json
@@ -27,7 +26,6 @@ from collections import Counter
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 from xml.etree import ElementTree
@@ -54,6 +52,19 @@ FILES = {
 # imported at the top of verl's modules, but not used by the tested functions
 UNUSED_IMPORTS = ("cachetools", "uvicorn", "fastapi", "transfer_queue")
 HUB = "trl-internal-testing"
+# with the class of each in its name
+MODELS = (
+    "tiny-Qwen2ForCausalLM-2.5",
+    "tiny-Qwen2ForSequenceClassification-2.5",
+    "tiny-Qwen3ForCausalLM",
+    "tiny-Qwen3ForSequenceClassification",
+    "tiny-Qwen3MoeForCausalLM",
+    "tiny-LlamaForCausalLM-3.2",
+    "tiny-LlamaForSequenceClassification-3.2",
+    "tiny-MistralForCausalLM-0.2",
+    "tiny-Gemma2ForCausalLM",
+    "tiny-Cohere2ForCausalLM",
+)
 TEXTS = [
     "Better late than never",
     "Beautiful is better than ugly",
@@ -104,25 +115,13 @@ def make_models(folder: Path) -> None:
         "initializer_range": 0.2,
         **ends,
     }
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True}
-    kinds: dict[str, tuple[type, dict[str, object]]] = {
-        "tiny-Qwen2ForCausalLM-2.5": (tf.Qwen2ForCausalLM, size),
-        "tiny-Qwen2ForSequenceClassification-2.5": (tf.Qwen2ForSequenceClassification, size | {"num_labels": 1}),
-        "tiny-Qwen3ForCausalLM": (tf.Qwen3ForCausalLM, size | {"head_dim": 4}),
-        "tiny-Qwen3ForSequenceClassification": (
-            tf.Qwen3ForSequenceClassification,
-            size | {"head_dim": 4, "num_labels": 1},
-        ),
-        "tiny-Qwen3MoeForCausalLM": (tf.Qwen3MoeForCausalLM, size | {"head_dim": 4} | experts),
-        "tiny-LlamaForCausalLM-3.2": (tf.LlamaForCausalLM, size),
-        "tiny-LlamaForSequenceClassification-3.2": (tf.LlamaForSequenceClassification, size | {"num_labels": 1}),
-        "tiny-MistralForCausalLM-0.2": (tf.MistralForCausalLM, size | {"head_dim": 4}),
-        "tiny-Gemma2ForCausalLM": (tf.Gemma2ForCausalLM, size | {"head_dim": 4}),
-        "tiny-Cohere2ForCausalLM": (tf.Cohere2ForCausalLM, size),
-    }
-    for name, (kind, settings) in kinds.items():
+    # all have the sizes of all kinds of them, of which a kind reads its own
+    size |= {"head_dim": 4, "num_labels": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    for name in MODELS:
         torch.manual_seed(0)
-        kind(kind.config_class(**settings)).save_pretrained(folder / name)  # type: ignore[attr-defined]
+        kind = getattr(tf, name.split("-")[1])
+        config = kind.config_class(**size, output_router_logits="Moe" in name)
+        kind(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
 
 
@@ -164,34 +163,15 @@ def run(peer: str, folder: Path, kind: str, arguments: list[str]) -> dict[str, s
     return results
 
 
-def missing_checks(tests: Path, module: ModuleType) -> dict[str, Callable[[], bool]]:
-    """Functions `is_PACKAGE_available` that TRL's tests import from a module of TRL, and that it lacks.
+def package_check(name: str) -> Callable[..., bool]:
+    """A function `is_PACKAGE_available` that a module lacks.
 
     TRL drops such a function once it no longer uses the package, and the tests of another version then fail to import.
-
-    Args:
-        tests: folder of the tests.
-        module: the module, `trl.import_utils`.
     """
-    imports = re.compile(rf"^from {re.escape(module.__name__)} import (\([^)]*\)|.*)$", re.MULTILINE)
-    text = "\n".join(path.read_text() for path in tests.rglob("*.py"))
-    wanted = {name for block in imports.findall(text) for name in re.findall(r"is_\w+_available", block)}
-    return {
-        name: functools.partial(is_installed, name.removeprefix("is_").removesuffix("_available"))
-        for name in sorted(wanted)
-        if not hasattr(module, name)
-    }
-
-
-def is_installed(package: str, *_: object, **__: object) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def add_missing_checks() -> None:
-    module = importlib.import_module("trl.import_utils")  # TRL's package has it as an attribute only now and then
-    for name, function in missing_checks(Path("tests"), module).items():
-        print(f"peer_tests: this TRL has no {name}, which its tests import; added", file=sys.stderr)
-        setattr(module, name, function)
+    package = re.fullmatch(r"is_(\w+)_available", name)
+    if package is None:
+        raise AttributeError(name)
+    return lambda *_, **__: importlib.util.find_spec(package[1]) is not None
 
 
 def replace_in_trl(batching: str) -> None:
@@ -226,20 +206,6 @@ def replace_in_verl() -> None:
                         setattr(core_algos, function, ours)
 
 
-def listed(theirs: dict[str, str], ours: dict[str, str]) -> str:
-    """Markdown list of the tests by both outcomes, with the number of cases of each test."""
-    outcomes: dict[tuple[str, str], Counter[str]] = {}
-    for name, outcome in theirs.items():
-        outcomes.setdefault((outcome, ours.get(name, "missing")), Counter())[name.split("::")[-1].split("[")[0]] += 1
-    lines = []
-    for (with_theirs, with_ours), tests in sorted(outcomes.items()):
-        lines.append(f"**{with_theirs} with the peer's code, {with_ours} with ours: {tests.total()}**\n")
-        lines.append(
-            ", ".join(f"{name} ({count})" if count > 1 else name for name, count in sorted(tests.items())) + "\n"
-        )
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peer", choices=FILES, help="whose tests")
@@ -260,7 +226,6 @@ def main() -> int:
     worse = [name for name, outcome in theirs.items() if outcome == "passed" and ours.get(name) != "passed"]
     print(f"theirs {dict(Counter(theirs.values()))}, ours {dict(Counter(ours.values()))}")
     print("passing only with the peer's code:", *(worse or ["none"]), sep="\n  ")
-    print(listed(theirs, ours))
     if options.json is not None:
         options.json.write_text(json.dumps({"theirs": theirs, "ours": ours}, indent=1) + "\n")
     return 1 if worse or "passed" not in theirs.values() else 0
@@ -273,7 +238,7 @@ if VARIABLE in os.environ and __name__ != "__main__":  # loaded by pytest as a p
             if importlib.util.find_spec(_name) is None:
                 sys.modules[_name] = MagicMock(__path__=[], __spec__=ModuleSpec(_name, None))
     else:
-        add_missing_checks()
+        importlib.import_module("trl.import_utils").__getattr__ = package_check  # type: ignore[method-assign]
     if _kind != "theirs":
         replace_in_trl({"ours": "trl"}.get(_kind, _kind)) if _peer == "trl" else replace_in_verl()
 
