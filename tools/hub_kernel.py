@@ -13,7 +13,6 @@ and verl stay with the installed package, whose entry points they need.
 from __future__ import annotations
 
 import argparse
-import ast
 import base64
 import hashlib
 import json
@@ -34,30 +33,28 @@ STABLE_ABI = "211"  # torch 2.11, as TORCH_TARGET_VERSION in CMakeLists.txt
 VERSION = 0  # by the hub's convention not yet for production; a number per incompatible change of __all__
 
 
-def relative_imports(source: str, package: tuple[str, ...]) -> str:
+def relative_imports(source: str, package: str) -> str:
     """The source of a module in `package`, with the imports of the whole package as relative ones."""
-    lines = source.splitlines(keepends=True)
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == PACKAGE for alias in node.names):
-            raise ValueError(f"hub_kernel: a module must import from the package by name, got {ast.unparse(node)}")
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == PACKAGE:
-            inner = (node.module or "").removeprefix(PACKAGE).removeprefix(".")
-            line = lines[node.lineno - 1]
-            lines[node.lineno - 1] = re.sub(
-                rf"from {re.escape(node.module or '')}\b", f"from {'.' * len(package)}{inner}", line
-            )
-    return "".join(lines)
+    dots = "." * len(package.split("."))
+    return re.sub(rf"^( *from ){PACKAGE}\b\.?(?=.* import )", rf"\1{dots}", source, flags=re.MULTILINE)
 
 
 def sources() -> dict[str, str]:
     """The relocatable modules by path below the package."""
-    folder = ROOT / PACKAGE
     modules = {}
-    for path in sorted(folder.rglob("*.py")):
-        inner = path.relative_to(folder)
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        inner = path.relative_to(ROOT / PACKAGE)
         if inner.parts[0] not in LEFT_OUT:
-            modules[inner.as_posix()] = relative_imports(path.read_text(), (PACKAGE, *inner.parent.parts))
+            package = ".".join(path.parent.relative_to(ROOT).parts)
+            modules[inner.as_posix()] = relative_imports(path.read_text(), package)
     return modules
+
+
+def write_sources(folder: Path, modules: dict[str, str]) -> None:
+    for inner, source in modules.items():
+        path = folder / inner
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
 
 
 def unique_id(modules: dict[str, str]) -> str:
@@ -70,10 +67,7 @@ def unique_id(modules: dict[str, str]) -> str:
 
 
 def write_variant(folder: Path, modules: dict[str, str], identifier: str) -> None:
-    for inner, source in modules.items():
-        path = folder / inner
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
+    write_sources(folder, modules)
     # Early versions of `kernels` load this module.
     (folder / PACKAGE).mkdir()
     (folder / PACKAGE / "__init__.py").write_text(
@@ -110,17 +104,15 @@ def write_metadata(folder: Path, identifier: str, backend: dict[str, object]) ->
 def build_libraries(folder: Path, identifier: str, backend: str) -> dict[str, str]:
     """Compiles the kernels into the variant and returns the facts of the build."""
     build = folder.parent / f".cmake-{backend}"
-    configure = [
-        "cmake",
-        "-S",
-        ROOT,
-        "-B",
-        build,
-        f"-DPython_EXECUTABLE={sys.executable}",
-        "-DCMAKE_BUILD_TYPE=Release",
-    ]
-    configure += [f"-DGRPO_NAMESPACE={identifier}", f"-DGRPO_OUTPUT_DIR={folder}", "-G", "Ninja"]
-    configure += [f"-DGRPO_WITH_CUDA={'ON' if backend == 'cuda' else 'OFF'}", *os.environ.get("CMAKE_ARGS", "").split()]
+    definitions = {
+        "Python_EXECUTABLE": sys.executable,
+        "CMAKE_BUILD_TYPE": "Release",
+        "GRPO_NAMESPACE": identifier,
+        "GRPO_OUTPUT_DIR": folder,
+        "GRPO_WITH_CUDA": "ON" if backend == "cuda" else "OFF",
+    }
+    configure = ["cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *(f"-D{k}={v}" for k, v in definitions.items())]
+    configure += os.environ.get("CMAKE_ARGS", "").split()
     environment = os.environ | {"PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))}
     subprocess.run(configure, check=True, env=environment, stdout=sys.stderr)
     subprocess.run(["cmake", "--build", build], check=True, env=environment, stdout=sys.stderr)
@@ -139,27 +131,23 @@ def capabilities(architectures: str) -> list[str]:
 
 def write_build(output: Path, compiled: Sequence[str]) -> list[Path]:
     """Writes OUTPUT/build with a folder for each variant, and returns these folders."""
-    modules = sources()
+    modules, build = sources(), output / "build"
     version, folders = unique_id(modules), []
     for backend in UNIVERSAL:
-        folder = output / "build" / f"torch-{backend}"
-        identifier = f"_{PACKAGE}_{backend}_{version}"
+        folder, identifier = build / f"torch-{backend}", f"_{PACKAGE}_{backend}_{version}"
         write_variant(folder, modules, identifier)
         write_metadata(folder, identifier, {"type": backend})
         folders.append(folder)
-    machine = f"{platform.machine()}-{platform.system().lower()}"
     for backend in compiled:
-        identifier = f"_{PACKAGE}_compiled_{backend}_{version}"
-        partial = output / "build" / f".{backend}"
+        partial, identifier = build / f".{backend}", f"_{PACKAGE}_compiled_{backend}_{version}"
         write_variant(partial, modules, identifier)
         facts = build_libraries(partial.resolve(), identifier, backend)
-        cuda = "".join(facts["cuda_version"].split(".")[:2])
-        description: dict[str, object] = {"type": backend}
-        if backend == "cuda":
-            description["archs"] = capabilities(facts["cuda_architectures"])
-        write_metadata(partial, identifier, description)
-        name = f"torch-stable-abi{STABLE_ABI}-{'cpu' if backend == 'cpu' else f'cu{cuda}'}-{machine}"
-        folders.append(partial.rename(output / "build" / name))
+        is_cuda = backend == "cuda"
+        architectures = {"archs": capabilities(facts["cuda_architectures"])} if is_cuda else {}
+        write_metadata(partial, identifier, {"type": backend, **architectures})
+        runtime = f"cu{''.join(facts['cuda_version'].split('.')[:2])}" if is_cuda else backend
+        machine = f"{platform.machine()}-{platform.system().lower()}"
+        folders.append(partial.rename(build / f"torch-stable-abi{STABLE_ABI}-{runtime}-{machine}"))
     return folders
 
 
@@ -170,10 +158,7 @@ def write_project(output: Path) -> None:
         f'[general]\nname = "{PACKAGE.replace("_", "-")}"\nversion = {VERSION}\nedition = 5\nlicense = "Apache-2.0"\n'
         f"backends = [{backends}]\n\n[torch-noarch]\n"
     )
-    for inner, source in sources().items():
-        path = output / "torch-ext" / PACKAGE / inner
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
+    write_sources(output / "torch-ext" / PACKAGE, sources())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
