@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import functools
 import importlib
-import importlib.util
 import io
 import json
 import multiprocessing
@@ -30,7 +29,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,35 +114,17 @@ def find_ops() -> list[str]:
     return sorted(path.parent.name for path in OPS_DIR.glob("*/triton.py"))
 
 
-def _load(op: ModuleType | Path | str) -> ModuleType:
-    if isinstance(op, ModuleType):
-        return op
-    if isinstance(op, str) and not op.endswith(".py"):
-        return importlib.import_module(f"grpo_kernels.ops.{op}.aot")
-    path = Path(op).resolve()
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    # Triton and dataclasses look a function's module up by name.
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def collect(op: ModuleType | Path | str) -> tuple[str, tuple[AotCase, ...]]:
-    """Short name and declared cases of one op: a module, a path ending in .py, or a name from find_ops()."""
-    module = _load(op)
+def collect(op: str) -> tuple[str, tuple[AotCase, ...]]:
+    """Short name and declared cases of one op: a path ending in .py, or a name from find_ops()."""
+    if op.endswith(".py"):
+        path = Path(op).resolve()
+        sys.path.insert(0, str(path.parent))
+        module = importlib.import_module(path.stem)
+    else:
+        module = importlib.import_module(f"grpo_kernels.ops.{op}.aot")
     cases = getattr(module, "AOT_SIGNATURES", None)
     if not isinstance(cases, tuple) or not cases:
         raise ValueError("the module must declare a non-empty tuple AOT_SIGNATURES")
-    wrong = [case for case in cases if not isinstance(case, AotCase)]
-    if wrong:
-        raise TypeError(f"AOT_SIGNATURES holds {wrong[0]!r}, which is not an AotCase")
-    names = [(_kernel_name(case.kernel), case.label) for case in cases]
-    repeated = sorted({" ".join(name).strip() for name in names if names.count(name) > 1})
-    if repeated:
-        raise ValueError(f"cases of one kernel need different labels: {', '.join(repeated)}")
     return module.__name__.removesuffix(".aot").rpartition(".")[2], cases
 
 
@@ -177,16 +157,15 @@ def _source(case: AotCase) -> Any:
     kernel = _jit_function(case.kernel)
     names = list(kernel.arg_names)
     declared = {param.name for param in kernel.params if param.is_constexpr}
-    typed, constant, aligned = set(case.signature), set(case.constexprs), set(case.aligned)
+    typed, constant = set(case.signature), set(case.constexprs)
     problems = {
         "neither in signature nor in constexprs": set(names) - typed - constant,
         "both in signature and in constexprs": typed & constant,
         "declared tl.constexpr but not in constexprs": declared - constant,
-        "not an argument of the kernel": (typed | constant | aligned) - set(names),
-        "aligned, but not a pointer or an integer": {
-            name for name in aligned & typed if not case.signature[name].startswith(("*", "i", "u"))
+        "not an argument of the kernel": (typed | constant) - set(names),
+        "aligned, but not a pointer or an integer of the signature": {
+            name for name in case.aligned if not case.signature.get(name, "").startswith(("*", "i", "u"))
         },
-        "aligned, but a constexpr": aligned & constant,
     }
     lines = [f"{', '.join(sorted(args))}: {text}" for text, args in problems.items() if args]
     if lines:
@@ -249,33 +228,18 @@ def parse_amdgcn(assembly: str) -> dict[str, int]:
     return counts
 
 
-def case_name(case: AotCase) -> str:
-    """The kernel's name, with the label in brackets if there is one."""
-    return _kernel_name(case.kernel) + (f"[{case.label}]" if case.label else "")
-
-
-def _compile(case: AotCase, target_name: str, scratch: str) -> Any:
+def compile_case(case: AotCase, target_name: str, scratch: str) -> Resources:
+    """Compile one case in this process, with the directory ``scratch`` as cache and for temporary files."""
     os.environ["TRITON_CACHE_DIR"] = scratch
     tempfile.tempdir = scratch
     import triton
     from triton.backends.compiler import GPUTarget
 
-    return triton.compile(_source(case), target=GPUTarget(*TARGETS[target_name][:3]), options=_options(case))
-
-
-def compile_cubin(case: AotCase, target_name: str, scratch: str) -> bytes:
-    """The machine code of one case, compiled in this process for a target of NVIDIA."""
-    Path(scratch).mkdir(parents=True, exist_ok=True)
-    return bytes(_compile(case, target_name, scratch).asm["cubin"])
-
-
-def compile_case(case: AotCase, target_name: str, scratch: str) -> Resources:
-    """Compile one case in this process, with the directory ``scratch`` as cache and for temporary files."""
     target = TARGETS[target_name]
     # The numbers must come from the very ptxas run that made the binary: its flags differ between versions.
     os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        compiled = _compile(case, target_name, scratch)
+        compiled = triton.compile(_source(case), target=GPUTarget(*target[:3]), options=_options(case))
     if target.backend == "cuda":
         numbers, binary = parse_ptxas(log.getvalue()), compiled.asm["cubin"]
         numbers["widest_load"] = widest_load(compiled.asm["ptx"])
@@ -376,9 +340,7 @@ def format_table(rows: Iterable[Row]) -> str:
     return "\n".join(text)
 
 
-def compile_ops(
-    ops: Iterable[ModuleType | Path | str], targets: Sequence[str], allow_spills: bool = False
-) -> tuple[list[Row], list[str]]:
+def compile_ops(ops: Iterable[str], targets: Sequence[str], allow_spills: bool = False) -> tuple[list[Row], list[str]]:
     """Compile every case of ``ops`` for ``targets``: one row each, and one line for each failure."""
     rows: list[Row] = []
     failures: list[str] = []
