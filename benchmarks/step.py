@@ -41,6 +41,7 @@ from typing import Any
 import torch
 
 from benchmarks import measure as measuring
+from benchmarks.tables import markdown
 
 PHASES = ("generation", "rewards and advantages", "log-probs", "forward and backward", "optimizer", "rest")
 UPDATE = ("log-probs", "forward and backward")
@@ -475,8 +476,7 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
 
 def table(result: dict[str, Any]) -> str:
     totals = result["totals"]
-    who = [total["who"] for total in totals]
-    lines = [["ms a step, median (fastest to slowest)", *who], ["---"] * (1 + len(who))]
+    lines = []
     for phase in (*PHASES, "total"):
         cells = totals if phase == "total" else [row for row in result["rows"] if row["phase"] == phase]
         ms = ([cell[f"seconds_{what}"] * 1e3 for what in ("median", "low", "high")] for cell in cells)
@@ -491,7 +491,7 @@ def table(result: dict[str, Any]) -> str:
         figures["MiB beside weights and optimizer"] = "{mebibytes:,.0f}"
     for name, form in figures.items():
         lines.append([name, *(form.format(**total, mebibytes=total.get("peak", 0) / 2**20) for total in totals)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(["ms a step, median (fastest to slowest)", *(total["who"] for total in totals)], lines)
 
 
 def main(arguments: list[str] | None = None) -> None:

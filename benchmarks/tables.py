@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,11 @@ Result = dict[str, Any]
 WIDTH = 100  # columns of the document
 
 
-def case_rows(result: Result) -> list[str]:
+def case_table(result: Result) -> str:
     """A row for each case, with all peers in one cell; times on a GPU are by its events."""
     is_gpu = any("cold_us" in case["ours"] for case in result["cases"])
     times = ["cold", "warm", "wall (host)", "launches", "speed"] if is_gpu else ["time"]
-    head = ["case", *times, "floor", "MiB", "peers"]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     for case in result["cases"]:
         ours = case["ours"]
         dtype = "" if case["dtype"] == "float32" or case["dtype"] in case["name"] else f", {case['dtype']}"
@@ -36,7 +35,7 @@ def case_rows(result: Result) -> list[str]:
         compared = "<br>".join(filter(None, [*peers, *own]))
         cells += [f"{ours['of_ceiling']:.0%}", mebibytes(ours), compared]
         rows.append([f"`{case['op']}`, {case['name']}{dtype}{origin(result, ours)}", *cells])
-    return [f"| {' | '.join(row)} |" for row in rows]
+    return markdown(["case", *times, "floor", "MiB", "peers"], rows)
 
 
 def origin(result: Result, row: Result) -> str:
@@ -94,17 +93,21 @@ def missed(bar: Result) -> str:
     return f"**{quantity} {short(bar['value'])}{of}, limit {relation} {short(bar['limit'])}**"
 
 
-def sweep_rows(result: Result) -> list[str]:
-    lines = ["| op | from | to | exponent | floors at the largest |", "|---|---|---|---|---|"]
+def sweep_table(result: Result) -> str:
+    rows = []
     for sweep in result["sweeps"]:
-        name = f"`{sweep['op']}`, {sweep['name']}{origin(result, sweep)}"
         first, last = sweep["points"][0], sweep["points"][-1]
-        floors = ", ".join(filter(None, [f"{last['us'] / last['floor_us']:.1f}", *map(missed, sweep["bars"])]))
-        lines.append(
-            f"| {name} | {first['size']:,} {sweep['unit']}, {time(first['us'])} | "
-            f"{last['size']:,}, {time(last['us'])} | {sweep['exponent']:.2f} | {floors} |"
+        floors = [f"{last['us'] / last['floor_us']:.1f}", *filter(None, map(missed, sweep["bars"]))]
+        rows.append(
+            [
+                f"`{sweep['op']}`, {sweep['name']}{origin(result, sweep)}",
+                f"{first['size']:,} {sweep['unit']}, {time(first['us'])}",
+                f"{last['size']:,}, {time(last['us'])}",
+                f"{sweep['exponent']:.2f}",
+                ", ".join(floors),
+            ]
         )
-    return lines
+    return markdown(["op", "from", "to", "exponent", "floors at the largest"], rows)
 
 
 def time(us: float) -> str:
@@ -135,20 +138,21 @@ def text(results: list[Result]) -> str:
 
 def text_of(result: Result) -> str:
     parts = [machine_line(result)]
-    if result["cases"]:
-        parts.append("\n".join(case_rows(result)))
-    if result.get("sweeps"):
-        parts.append("\n".join(sweep_rows(result)))
+    parts += [case_table(result)] if result["cases"] else []
+    parts += [sweep_table(result)] if result.get("sweeps") else []
     return "\n\n".join(parts)
 
 
-def replaced(document: str, device: str, new: str) -> str:
-    """The document with new text between the marks of the device."""
-    begin, end = f"<!-- measured on {device} -->", f"<!-- end of {device} -->"
+def replaced(document: str, begin: str, end: str, new: str) -> str:
+    """The document with new text between two marks."""
     if document.count(begin) != 1 or document.count(end) != 1:
         raise SystemExit(f"tables: the document must have {begin} and {end} once each")
-    marked = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
-    return marked.sub(lambda _: f"{begin}\n\n{new}\n\n{end}", document)
+    before, _, rest = document.partition(begin)
+    return f"{before}{begin}\n\n{new}\n\n{end}{rest.partition(end)[2]}"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -163,7 +167,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.into is None:
         print(text(results))
     else:
-        options.into.write_text(replaced(options.into.read_text(), devices.pop(), text(results)))
+        device = devices.pop()
+        marks = f"<!-- measured on {device} -->", f"<!-- end of {device} -->"
+        options.into.write_text(replaced(options.into.read_text(), *marks, text(results)))
 
 
 if __name__ == "__main__":

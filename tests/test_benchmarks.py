@@ -441,7 +441,7 @@ def test_tables_go_between_the_marks(results: list[dict[str, Any]], tmp_path: Pa
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| `sum`, of ten | " in text and "| `sum`, all | 1 numbers" in text
     with pytest.raises(SystemExit, match="once each"):
-        tables.replaced("no marks", "cpu", "new")
+        tables.replaced("no marks", "begin", "end", "new")
 
 
 def test_a_case_is_a_row_with_its_peers_and_the_limits_that_are_not_met() -> None:
@@ -466,7 +466,7 @@ def test_a_case_is_a_row_with_its_peers_and_the_limits_that_are_not_met() -> Non
     providers["broken"] = {"raised": "ValueError: no", "run": 1}
     case = {"op": "op", "name": "name", "dtype": "bfloat16", "ours": ours, "providers": providers, "bars": bars}
     runs = [{"machine": {"commit": "fedcba9876"}}, run]
-    assert tables.case_rows({"runs": runs, "cases": [case]})[2:] == [
+    assert tables.case_table({"runs": runs, "cases": [case]}).splitlines()[2:] == [
         "| `op`, name, bfloat16 | 4 s | 50% | 0.5 | "
         "peer 3 (2 to 4), 3.0 MiB, **memory 2.5 of peer, limit below 2**<br>"
         "slow 0.25 (0.2 to 0.3) (commit fedcba9), **limit at most 2**, **limit at least 0.5**<br>"
@@ -481,7 +481,7 @@ def test_a_gpu_has_its_events_launches_and_speed_in_the_table(results: list[dict
     providers = {"mean": case["providers"]["mean"] | {"cold_us": 40.0, "launches": 7}}
     flops = {"floor": {"bytes": 0, "flops": 4e6}, "ours": ours, "providers": {}}
     document = results[0] | {"cases": [case | {"ours": ours, "providers": providers}, case | flops]}
-    rows = tables.case_rows(document)
+    rows = tables.case_table(document).splitlines()
     assert rows[0].startswith("| case | cold | warm | wall (host) | launches | speed | floor |")
     assert rows[2].startswith(
         "| `sum`, of ten | 20 us | 10 us with the host's gaps | 30 us (25 us) | 3 | 0.002 GB/s | 50% |"

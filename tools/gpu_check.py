@@ -156,14 +156,15 @@ def summary(machine: dict[str, Any], rows: list[dict[str, Any]], results: Path) 
     from benchmarks import step, tables  # import torch
 
     facts = ", ".join(f"{name} {value}" for name, value in machine.items())
-    steps = ["| part | step | state | seconds | |", "|---|---|---|---|---|"]
+    cells = []
     for row in rows:
         state = f"**{row['state']}**" if row["state"] == "FAILED" else row["state"]
-        steps.append(f"| {row['part']} | {row['step']} | {state} | {row['seconds']:.1f} | {row['why']} |")
+        cells.append([row["part"], row["step"], state, f"{row['seconds']:.1f}", row["why"]])
+    steps = tables.markdown(["part", "step", "state", "seconds", ""], cells)
     lines = [line for path in sorted(results.glob("*.jsonl")) for line in lines_of(path)]
     states = {line["item"]: line for line in lines}
     counts = Counter(line["state"] for line in states.values())
-    parts = [f"# GPU check: {machine.get('gpu', 'a rehearsal without a GPU')}", facts, "## Steps", "\n".join(steps)]
+    parts = [f"# GPU check: {machine.get('gpu', 'a rehearsal without a GPU')}", facts, "## Steps", steps]
     parts.append("Tests: " + ", ".join(f"{count} {state}" for state, count in sorted(counts.items())))
     failed = [f"- `{name}`: {line['why']}" for name, line in states.items() if line["state"] == "failed"]
     parts += ["## What failed", "\n".join(failed[:MOST_FAILURES])] if failed else []

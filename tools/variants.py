@@ -6,10 +6,10 @@ python -m tools.variants
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.tables import markdown, replaced
 from grpo_kernels import AdvantageConfig, LossConfig
 from grpo_kernels.ops.policy_loss import config as loss
 from grpo_kernels.ops.policy_loss.trl_fields import TRL_LOSS_TYPES
@@ -41,10 +41,6 @@ def spelled(fields: Fields) -> str:
     return ", ".join(f"`{name}={value}`" for name, value in fields.items())
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ("---",) * len(header), *rows))
-
-
 def loss_rows(configs: Mapping[str, LossConfig], sentence: str, name: str) -> str:
     """A table of a peer's losses, below a sentence that lists the fields they have in common."""
     changes = {key: changed(config, LossConfig()) for key, config in configs.items()}
@@ -56,7 +52,7 @@ def loss_rows(configs: Mapping[str, LossConfig], sentence: str, name: str) -> st
         rows.append((f"`{key}`", f"`{config.loss}`", f"`{config.ratio}`", f"`{config.aggregation}`", spelled(own)))
     header = (name, "loss", "ratio", "aggregation", "other fields")
     in_common = f"All have {spelled(shared)}.\n\n" if shared else ""
-    return f"{sentence}\n\n{in_common}{table(header, rows)}"
+    return f"{sentence}\n\n{in_common}{markdown(header, rows)}"
 
 
 def policy_loss() -> str:
@@ -66,14 +62,14 @@ def policy_loss() -> str:
     refused = [(f"`{name}`", instead) for name, instead in VERL_REFUSED.items()]
     return "\n\n".join(
         [
-            table(("field of `LossConfig`", "values"), choices),
+            markdown(("field of `LossConfig`", "values"), choices),
             loss_rows(trl, "`LossConfig.trl(loss_type=...)`, with TRL's defaults.", "TRL's `loss_type`"),
             loss_rows(
                 verl,
                 "`LossConfig.verl(loss_mode=...)`, with verl's defaults; `dro_beta` has none.",
                 "verl's `loss_mode`",
             ),
-            table(("refused `loss_mode`", "instead"), refused),
+            markdown(("refused `loss_mode`", "instead"), refused),
         ]
     )
 
@@ -85,7 +81,7 @@ def group_advantages() -> str:
         fields = changed(config, AdvantageConfig())
         center, scale = fields.pop("center", "mean"), fields.pop("scale", "std")
         rows.append((f"`{name}`", f"`{center}`", f"`{scale}`", spelled(fields)))
-    return table(("name", "center", "scale", "other fields"), rows)
+    return markdown(("name", "center", "scale", "other fields"), rows)
 
 
 PAGES = {"ops/policy_loss.md": policy_loss, "ops/group_advantages.md": group_advantages}
@@ -93,10 +89,7 @@ PAGES = {"ops/policy_loss.md": policy_loss, "ops/group_advantages.md": group_adv
 
 def updated(page: str, text: str) -> str:
     """The text of a page with its tables written anew."""
-    begin, end = MARKS
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise SystemExit(f"variants: {page} must have {begin} and {end} once each")
-    return re.sub(f"{begin}.*{end}", lambda _: f"{begin}\n\n{PAGES[page]()}\n\n{end}", text, flags=re.DOTALL)
+    return replaced(text, *MARKS, PAGES[page]())
 
 
 def main() -> None:
