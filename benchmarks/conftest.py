@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.machinery
 import importlib.util
@@ -154,15 +155,9 @@ class Suite:
 
     def passes_over(self, one: Case | Sweep, who: str = "") -> str:
         """Reason why a row is not measured now, or ""."""
-        rows = self.cases.get((one.op, one.name), {}) if who else self.sweeps
-        row = (
-            rows.get("ours")
-            if who == "ours"
-            else rows.get("providers", {}).get(who)
-            if who
-            else rows.get((one.op, one.name))
-        )
-        if row is not None and row["run"] == self.run:
+        entry = (self.cases if who else self.sweeps).get((one.op, one.name), {})
+        rows = {"": entry, "ours": entry.get("ours", {}), **entry.get("providers", {})}
+        if rows.get(who, {}).get("run") == self.run:
             return "measured before"
         if time.monotonic() < self.ends:
             return ""
@@ -210,6 +205,7 @@ class Suite:
         Other load lowers a ratio once, a slower kernel every time. On a busy machine two threads wait for each other,
         so that one is used.
         """
+        inputs, case = self.inputs(case), dataclasses.replace(case, pairs=PAIRS)
         baseline = json.loads(BASELINE.read_text())
         share = KEPT if baseline["cpu"] == measure.machine()["cpu"] else KEPT_ELSEWHERE
         least = share * baseline["ratios"].get(f"{case.op}, {case.name}: {who}", math.inf)
@@ -217,7 +213,7 @@ class Suite:
         torch.set_num_threads(1)
         try:
             for _ in range(TRIES):
-                row = measure.measure_provider(case, case.provider(who), self.inputs(case), self.device, PAIRS)
+                row = measure.measure_provider(case, case.provider(who), inputs, self.device)
                 if "ratio" not in row:
                     (pytest.skip if "missing" in row else pytest.fail)(next(iter(row.values())))
                 best = max(best, row["ratio"])

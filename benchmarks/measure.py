@@ -15,7 +15,6 @@ import json
 import math
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import time
@@ -136,10 +135,9 @@ def _version(package: str) -> str | None:
 
 def _output(*command: str) -> str | None:
     """Output of a command, or None if there is no such program, it fails or it prints nothing."""
-    if shutil.which(command[0]) is None:
-        return None
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip() or None
+    return None
 
 
 def write(path: Path, result: Result) -> None:
@@ -188,9 +186,7 @@ def measure_ours(case: Case, sets: list[Any], device: torch.device, limits: dict
     return result | memory_of(case, case.ours, sets[0], device)
 
 
-def measure_provider(
-    case: Case, provider: Provider, sets: list[Any], device: torch.device, pairs: int = 0, one_thread: bool = False
-) -> Result:
+def measure_provider(case: Case, provider: Provider, sets: list[Any], device: torch.device) -> Result:
     """Alternating times of ours and a provider, or the reason why there are none.
 
     Args:
@@ -198,28 +194,21 @@ def measure_provider(
         provider: one of its providers.
         sets: inputs of the case, in rotation.
         device: where it runs.
-        pairs: pairs of times in place of the case's own number; 0 for that number.
-        one_thread: compare the shortest processor times on one thread, as for cases that ask for it.
     """
     try:
-        if reason := verdict(case, provider, device):
-            return reason
-        return _measured(case, provider, sets, device, pairs, one_thread)
+        return verdict(case, provider, device) or _measured(case, provider, sets, device)
     except Exception as error:  # a peer that fails costs its row alone
         return {"raised": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
 
-def _measured(
-    case: Case, provider: Provider, sets: list[Any], device: torch.device, pairs: int, one_thread: bool
-) -> Result:
+def _measured(case: Case, provider: Provider, sets: list[Any], device: torch.device) -> Result:
     sets_of_theirs = sets if provider.few is None else [provider.few(device, 0)]
     ours, theirs = in_turn(provider.ours or case.ours, sets), in_turn(provider.call, sets_of_theirs)
-    if case.one_thread or one_thread:
-        ratio = least(ours, theirs, pairs or case.pairs)
+    if case.one_thread:
+        ratio = least(ours, theirs, case.pairs)
     else:
         most = 1 if is_rehearsal() else 5 if has_events(device) else case.pairs  # times of a GPU vary little
-        pairs = pairs or min(most, case.pairs)
-        ratio = paired(ours, theirs, pairs=pairs, target=_target())
+        ratio = paired(ours, theirs, min(most, case.pairs), _target())
     share = provider.share
     result: Result = {"us": ratio.theirs / share, "ours_us": ratio.ours, "ratio": ratio.ratio / share}
     result |= {"low": ratio.low / share, "high": ratio.high / share, "agrees": provider.agrees}
@@ -343,10 +332,8 @@ class EventTimer:
 
     def cold(self, rounds: int) -> float:
         """Median in microseconds, after other memory was written."""
-        flushed, times = (
-            torch.empty(FLUSHED if self.device.type == "cuda" else 1, dtype=torch.uint8, device=self.device),
-            list[float](),
-        )
+        flushed = torch.empty(FLUSHED if self.device.type == "cuda" else 1, dtype=torch.uint8, device=self.device)
+        times = []
         for _ in range(rounds):
             flushed.fill_(1)
             times.append(self._sample())

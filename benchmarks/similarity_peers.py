@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pkgutil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,25 +43,13 @@ def by_scikit_learn(embeddings: Tensor, size: int) -> list[Cut]:
     return cuts
 
 
-def by_fastcluster(embeddings: Tensor, size: int) -> list[Cut]:
-    from fastcluster import linkage
-
-    return _by_tree(embeddings, size, linkage)
-
-
-def by_scipy(embeddings: Tensor, size: int) -> list[Cut]:
-    from scipy.cluster.hierarchy import linkage
-
-    return _by_tree(embeddings, size, linkage)
-
-
-def _by_tree(embeddings: Tensor, size: int, linkage: Callable[..., Array]) -> list[Cut]:
-    """Builds one tree per prompt, and updates every cut's silhouette from the previous one."""
+def by_tree(linkage: str, embeddings: Tensor, size: int) -> list[Cut]:
+    """Builds one tree per prompt by the function of this name, and updates every cut's silhouette from the previous."""
     cuts = []
     upper = np.triu_indices(size, 1)
     for x in embeddings.view(-1, size, embeddings.shape[1]).cpu().numpy():
         distances = distances_of(x)
-        merges = linkage(distances[upper], method="average")[:, :2].astype(int)
+        merges = pkgutil.resolve_name(linkage)(distances[upper], method="average")[:, :2].astype(int)
         cuts.append(_best_cut(distances, merges, size))
     return cuts
 

@@ -8,6 +8,7 @@ embeddings: 134 MB at P = 1,024, K = 64, D = 1,024 in bfloat16.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from benchmarks.case import DEVICES, Bar, Case, Floor, Make, Provider, Same, Sweep, sized
-from benchmarks.similarity_peers import Cut, by_fastcluster, by_scikit_learn, by_scipy, mixture, partition
+from benchmarks.similarity_peers import Cut, by_scikit_learn, by_tree, mixture, partition
 
 OP, PROMPTS, DEPTH = "similarity_groups", sized(256), 1024
 
@@ -65,8 +66,8 @@ def floor(prompts: int, size: int, width: int = 4) -> Floor:
 # The peers iterate over prompts and take seconds, so they get few.
 PEERS = {
     "scikit-learn": (by_scikit_learn, 4, "sklearn"),
-    "fastcluster": (by_fastcluster, 16, "fastcluster"),
-    "scipy": (by_scipy, 16, "scipy"),
+    "fastcluster": (functools.partial(by_tree, "fastcluster:linkage"), 16, "fastcluster"),
+    "scipy": (functools.partial(by_tree, "scipy.cluster.hierarchy:linkage"), 16, "scipy"),
 }
 
 
