@@ -151,6 +151,27 @@ class Sweep:
     fit_from: int = 0  # smallest size in the fit; below it the fixed cost of a call dominates
 
 
+# Rows of a batch by its number of tokens, from one short row to batches that fill memory.
+ROWS_OF = {2**10: 1, 2**14: 4, 2**18: 64, 2**20: 256, 2**22: 256, 2**24: 128}
+
+
+def sweep_of_tokens(
+    op: str, name: str, make: Callable[[int, int, torch.device], Any], ours: Call, bytes_of_one: float
+) -> Sweep:
+    """Time over tokens, by `make(rows, width, device)`, with bars on its growth."""
+    return Sweep(
+        op,
+        name,
+        "tokens",
+        tuple(ROWS_OF),
+        lambda device, size: make(ROWS_OF[size], size // ROWS_OF[size], device),
+        ours,
+        Floor(bytes=bytes_of_one),
+        (Bar("exponent below", 1.1), Bar("growth at most", 2)),
+        fit_from=2**18,
+    )
+
+
 def with_variants(case: Case, switch: str) -> Case:
     """The case with our call as its providers, once with each value of a private switch.
 

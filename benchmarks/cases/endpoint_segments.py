@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from benchmarks.case import Bar, Call, Case, Floor, Make, Provider, Same, Sweep, sized
+from benchmarks.case import Bar, Call, Case, Floor, Make, Provider, Same, sized, sweep_of_tokens
 
 OP, ROWS, LENGTH = "endpoint_segments", sized(256), 4096
 CONFIG = gk.SegmentConfig(norm="none")
@@ -124,17 +124,4 @@ CASES = [
         devices=("cuda",),
     ),
 ]
-SIZES = {1024: 1, 4 * 4096: 4, 64 * 4096: 64, ROWS * LENGTH: ROWS, ROWS * 16384: ROWS, 128 * 131072: 128}  # to rows
-SWEEPS = [
-    Sweep(
-        OP,
-        "norm=none",
-        "tokens",
-        tuple(SIZES),
-        lambda device, size: make(SIZES[size], size // SIZES[size], device),
-        ours,
-        Floor(bytes=30),
-        (Bar("exponent below", 1.1), Bar("growth at most", 2)),
-        fit_from=2**18,
-    )
-]
+SWEEPS = [sweep_of_tokens(OP, "norm=none", make, ours, 30)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from benchmarks.case import Bar, Call, Case, Floor, Make, Provider, Same, Sweep, sized
+from benchmarks.case import Bar, Call, Case, Floor, Make, Provider, Same, sized, sweep_of_tokens
 from tests import peers
 
 OP, ROWS, LENGTH = "token_advantages", sized(256), 4096
@@ -128,17 +128,4 @@ CASES = [
         )
     ),
 ]
-SIZES = {1024: 1, 4 * 4096: 4, 64 * 4096: 64, ROWS * LENGTH: ROWS, ROWS * 16384: ROWS, 128 * 131072: 128}  # to rows
-SWEEPS = [
-    Sweep(
-        OP,
-        "gae",
-        "tokens",
-        tuple(SIZES),
-        lambda device, size: make(SIZES[size], size // SIZES[size], device),
-        gae("tokens"),
-        Floor(bytes=26),
-        (Bar("exponent below", 1.1), Bar("growth at most", 2)),
-        fit_from=2**18,
-    )
-]
+SWEEPS = [sweep_of_tokens(OP, "gae", make, gae("tokens"), 26)]
