@@ -101,21 +101,15 @@ class Clock:
         self.seconds[self.open[-1]] += now - self.since
         self.since = now
 
-    def enter(self, name: str) -> None:
-        self._switch()
-        self.open.append(name)
-
-    def leave(self) -> None:
-        self._switch()
-        self.open.pop()
-
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        self.enter(name)
+        self._switch()
+        self.open.append(name)
         try:
             yield
         finally:
-            self.leave()
+            self._switch()
+            self.open.pop()
 
     def wrap(self, owner: Any, method: str, name: str, seen: Callable[[Any], None] | None = None) -> None:
         """Counts the method's time for a phase, and passes its result to `seen`."""

@@ -9,6 +9,7 @@ on every token before it.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,6 @@ import grpo_kernels as gk
 from benchmarks.case import Bar, Call, Case, Floor, Make, Provider, Same, sized, sweep_of_tokens
 
 OP, ROWS, LENGTH = "endpoint_segments", sized(256), 4096
-CONFIG = gk.SegmentConfig(norm="none")
 
 
 @dataclass
@@ -47,17 +47,19 @@ def of(rows: int, length: int, dtype: torch.dtype = torch.float32) -> Make:
     return lambda device, seed: make(rows, length, device, seed, dtype)
 
 
-def ours(r: Responses, backend: str | None = None) -> tuple[Tensor, Tensor]:
-    options = {"values": r.values, "config": CONFIG, "backend": backend}
-    result = gk.endpoint_segments(r.rewards, r.logprobs, r.old, r.mask, **options)
-    return result.advantages, result.endpoint_mask
+def compared(call: Call) -> Call:
+    """The results of a call that are compared: advantages and endpoint mask."""
+    return lambda r: operator.attrgetter("advantages", "endpoint_mask")(call(r))
 
 
-def with_norm(norm: str, has_critic: bool) -> Call:
-    config = gk.SegmentConfig(norm=norm)
-    if has_critic:
-        return lambda r: gk.endpoint_segments(r.rewards, r.logprobs, r.old, r.mask, values=r.values, config=config)
-    return lambda r: gk.endpoint_segments(r.rewards, r.logprobs, r.old, r.mask, groups=8, config=config)
+def with_norm(norm: str, has_critic: bool, backend: str | None = None) -> Call:
+    options = {"config": gk.SegmentConfig(norm=norm), "backend": backend} | ({} if has_critic else {"groups": 8})
+    return lambda r: gk.endpoint_segments(
+        r.rewards, r.logprobs, r.old, r.mask, values=r.values if has_critic else None, **options
+    )
+
+
+ours, reference = (compared(with_norm("none", True, backend)) for backend in (None, "reference"))
 
 
 def arithmetic(r: Responses) -> list[Tensor]:
@@ -91,7 +93,7 @@ CASES = [
         providers=(
             Provider(
                 "the reference, a loop over tokens",
-                lambda r: ours(r, "reference"),
+                reference,
                 devices=("cpu",),
                 few=of(*FEW),
                 share=FEW[0] * FEW[1] / (ROWS * LENGTH),
