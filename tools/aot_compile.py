@@ -133,14 +133,7 @@ def _jit_function(kernel: Any) -> Any:
     from triton.runtime.jit import JITFunction
 
     while not isinstance(kernel, JITFunction):
-        inner = getattr(kernel, "fn", None)
-        # An interpreted kernel also has .fn, but that is the plain Python function.
-        if not hasattr(inner, "fn"):
-            raise TypeError(
-                f"{_kernel_name(kernel)} is a {type(kernel).__name__}, not a @triton.jit function; "
-                "TRITON_INTERPRET must be unset before triton is imported"
-            )
-        kernel = inner
+        kernel = kernel.fn
     return kernel
 
 

@@ -23,7 +23,7 @@ PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
     r'<img src="([^"]+)" width="(\d+)" alt="([^"]*)">\s*</picture>'
 )
-API = {"grpo_kernels": "grpo_kernels/__init__.py"}
+API = "grpo_kernels/__init__.py"
 HOSTS = {  # packages whose public names are in __all__ and are imported with their host
     "grpo_kernels.integrations.trl": "grpo_kernels/integrations/trl/__init__.py",
     "grpo_kernels.integrations.verl": "grpo_kernels/integrations/verl/__init__.py",
@@ -47,7 +47,7 @@ def public_names(source: str) -> dict[str, str]:
 def api_page() -> str:
     """Every public name, from the docstrings, by the op that defines it."""
     sections: dict[str, list[str]] = {}
-    for name, path in public_names(API["grpo_kernels"]).items():
+    for name, path in public_names(API).items():
         parts = path.split(".")
         section = parts[2] if parts[1] == "ops" else parts[1] if name == parts[1] else "backends and batches"
         sections.setdefault(section, []).append(f"::: grpo_kernels.{name}" if name == parts[-2] else f"::: {path}")

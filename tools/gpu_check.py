@@ -282,9 +282,10 @@ def main(arguments: list[str] | None = None) -> None:
     results.mkdir(parents=True, exist_ok=True)
     if options.resume:
         shutil.unpack_archive(options.resume, results)
-    known = results / "gpu_check.json"
-    rows = json.loads(known.read_text())["steps"] if known.exists() else []
+    file = results / "gpu_check.json"
+    rows = json.loads(file.read_text())["steps"] if file.exists() else []
     ended = [row for row in rows if row["part"] != "build" and is_over(row)]
+    known = [(row["part"], row["step"]) for row in ended]
     out = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "gpu").resolve()
     check = Check(machine, results, out, ended)
     todo = [part for part in PARTS if part in parts]
@@ -295,7 +296,9 @@ def main(arguments: list[str] | None = None) -> None:
             seconds = (
                 left * PARTS[part] / sum(PARTS[other] for other in todo[number:] if not missing[other] or other == part)
             )
-        wanted = [step for step in steps(part, machine, seconds, options.variants) if not is_known(step, ended)]
+        wanted = [
+            step for step in steps(part, machine, seconds, options.variants) if (step.part, step.name) not in known
+        ]
         for step in wanted if left > 0 else ():
             check.run(step, seconds / len(wanted), missing[part])
     print(f"\n{out / 'summary.md'}\n{out / 'gpu_check.tar.gz'}")
@@ -306,10 +309,6 @@ def main(arguments: list[str] | None = None) -> None:
 def is_over(row: dict[str, Any]) -> bool:
     """Whether a step has nothing left to do."""
     return row["state"] not in ("stopped", "left out") and not row["why"].endswith(LEFT)
-
-
-def is_known(step: Step, rows: list[dict[str, Any]]) -> bool:
-    return any((row["part"], row["step"]) == (step.part, step.name) for row in rows)
 
 
 if __name__ == "__main__":
