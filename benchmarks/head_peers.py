@@ -61,8 +61,6 @@ OTHERS = (
 )
 # On a CPU with matrix units for it; others convert to float32.
 HALVES = Shape(512, 1024, 32000, "a head of 1,024 with llama-2's vocabulary", "cpu", torch.bfloat16)
-
-
 TINY = Shape(1, 64, 1024, "", "", torch.float32)  # of the sweeps
 
 

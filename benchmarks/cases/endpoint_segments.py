@@ -75,7 +75,7 @@ def same(got: tuple[Tensor, Tensor], gold: tuple[Tensor, Tensor]) -> None:
     Same(rtol=1e-12, atol=1e-12)(got[0], gold[0])
 
 
-FEW = (2, 1024)  # rows and tokens for the loop, which would take minutes on all
+FEW = (2, 1024)  # rows and tokens for the loop, which takes seconds on all
 SHAPE = f"{ROWS} responses of {LENGTH:,} tokens"
 CASES = [
     Case(
