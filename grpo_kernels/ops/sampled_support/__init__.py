@@ -1,1 +1,1 @@
-"""Log-probs over the token ids that sampling kept; the `support` argument of linear_logprobs and linear_policy_loss."""
+"""Log-probs over the token ids that sampling kept, for the `support=` of the ops of the head."""

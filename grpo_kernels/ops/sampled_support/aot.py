@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from grpo_kernels.aot import AotCase
 from grpo_kernels.ops.sampled_support import triton as kernels
 
-_SIZES = ("width", "stride", "hidden_stride", "weight_stride")
+# Kernels, and the arguments that they lack.
+_KERNELS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "logits": (kernels._logits_kernel, ()),
+    "by row": (kernels._sums_kernel, ("ids_ptr", "pieces_ptr")),
+    "pieces": (kernels._sums_kernel, ("ids_ptr", "pieces_ptr")),
+    "by id": (kernels._sums_kernel, ()),
+}
+_TYPES = {"count": "i64", "width": "i32"}
+_TYPES |= dict.fromkeys(("token_ids_ptr", "rows_ptr", "begins_ptr", "ends_ptr", "ids_ptr"), "*i64")
+_TYPES |= dict.fromkeys(("logits_ptr", "factors_ptr", "pieces_ptr"), "*fp32")
 
 
-def _cases(dtype: str, is_aligned: bool) -> tuple[AotCase, ...]:
-    """The kernels for hidden states of a width that is a multiple of 16, as nearly all are, or of another width."""
-    head = {"hidden_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "token_ids_ptr": "*i64", "rows_ptr": "*i64"}
-    head |= {"logits_ptr": "*fp32", "count": "i64", "width": "i32", "hidden_stride": "i64", "weight_stride": "i64"}
-    sums = {"factors_ptr": "*fp32", "matrix_ptr": f"*{dtype}", "rows_ptr": "*i64"}
-    sums |= {"begins_ptr": "*i64", "ends_ptr": "*i64", "width": "i32", "stride": "i64"}
-    result, pieces = {"result_ptr": f"*{dtype}"}, {"result_ptr": "*fp32"}
-    by_id = {"ids_ptr": "*i64", "pieces_ptr": "*fp32"}
-    within_bounds = dict.fromkeys(by_id)
+_UNALIGNED = ("count", "begins_ptr", "ends_ptr")
 
-    def case(kernel: object, types: dict[str, str], constants: dict[str, None], name: str) -> AotCase:
-        aligned = [key for key in types if key.endswith("_ptr") and key not in ("begins_ptr", "ends_ptr")]
-        aligned += [key for key in types if key in _SIZES]
-        label = f"{name} {dtype}" if is_aligned else f"{name} {dtype}, any width"
-        return AotCase(kernel, types, constants, label=label, aligned=tuple(aligned) if is_aligned else ())
 
-    return (
-        case(kernels._logits_kernel, head, {"bias_ptr": None}, "logits"),
-        case(kernels._sums_kernel, sums | result, within_bounds, "within bounds"),
-        case(kernels._sums_kernel, sums | pieces, within_bounds, "pieces"),
-        case(kernels._sums_kernel, sums | result | by_id, {}, "by id"),
-    )
+def _case(name: str, dtype: str, is_aligned: bool) -> AotCase:
+    """A kernel for widths that are multiples of 16, as nearly all are, or for any other."""
+    kernel, absent = _KERNELS[name]
+    own = _TYPES | {"result_ptr": "*fp32" if name == "pieces" else f"*{dtype}"}
+    types = {each: own.get(each, f"*{dtype}") for each in kernel.arg_names if each not in absent}
+    aligned = tuple(each for each in types if is_aligned and each not in _UNALIGNED)
+    label = f"{name} {dtype}" if is_aligned else f"{name} {dtype}, any width"
+    return AotCase(kernel, types, dict.fromkeys(absent), label=label, aligned=aligned)
 
 
 AOT_SIGNATURES = tuple(
-    case for dtype in ("bf16", "fp32") for is_aligned in (True, False) for case in _cases(dtype, is_aligned)
+    _case(name, dtype, is_aligned) for name in _KERNELS for dtype in ("bf16", "fp32") for is_aligned in (True, False)
 )

@@ -40,7 +40,7 @@ def _aot_cases() -> tuple[AotCase, ...]:
         case(forward, "*fp32", temperatures, "fp32, per-row temperature"),
         case(forward, "*bf16", {}, "bf16, softcap", capped=True),
         case(forward, "*bf16", entropy, "bf16, softcap, entropy", capped=True),
-        case(forward, "*fp32", kept, "kept"),
+        case(forward, "*fp32", kept | entropy, "kept"),
         case(
             forward, "*fp32", kept | entropy | temperatures, "kept, softcap, entropy, per-row temperature", capped=True
         ),
@@ -50,7 +50,7 @@ def _aot_cases() -> tuple[AotCase, ...]:
         case(backward, "*fp32", {}, "fp32 to bf16", gradient="*bf16"),
         case(backward, "*bf16", {}, "bf16, softcap", capped=True),
         case(backward, "*bf16", entropy, "bf16, softcap, entropy", capped=True),
-        case(backward, "*fp32", kept, "kept"),
+        case(backward, "*fp32", kept | entropy, "kept"),
         case(
             backward, "*fp32", kept | entropy | temperatures, "kept, softcap, entropy, per-row temperature", capped=True
         ),
