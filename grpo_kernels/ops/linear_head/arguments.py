@@ -132,7 +132,7 @@ def check_shard(op: str, lm_head: LMHead, head: Head, backend: str) -> Shard | N
     if lm_head.vocab_start is None:
         check_targets(op, head.targets, len(head.weight), backend)
         return None
-    return Shard(lm_head.process_group, lm_head.vocab_start, len(head.weight))
+    return Shard(op, lm_head.process_group, lm_head.vocab_start, len(head.weight))
 
 
 def check_banned(op: str, head: Head) -> None:
@@ -155,7 +155,7 @@ def check_positions(op: str, positions: object, targets: Tensor) -> Tensor | Non
     positions = checks.tensor(op, "positions", positions, (torch.bool, *checks.INTEGERS))
     checks.same_device(op, "positions", positions, targets.device)
     if positions.dtype == torch.bool:
-        checks.shaped(op, "positions", positions, (torch.bool,), targets.device, targets.shape, "targets")
+        checks.shaped(op, "positions", positions, (torch.bool,), targets.device, targets.shape, "targets as a mask")
         return positions.reshape(-1).nonzero().squeeze(1)
     if positions.dim() != 1:
         raise ValueError(f"{op}: positions must be a mask or have shape [P], got {list(positions.shape)}")

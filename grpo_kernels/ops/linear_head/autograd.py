@@ -115,7 +115,8 @@ class Recomputed(torch.autograd.Function):
         with_grad = 1 if call.has_loss else len(results) - 1
         ctx.mark_non_differentiable(*results[with_grad:])
         ctx.set_materialize_grads(False)
-        registry.save(ctx, RUN.layout, call, *([] if call.has_loss else results))
+        # not the log-probs, which their owner may overwrite
+        registry.save(ctx, RUN.layout, call, *([] if call.has_loss else results[1:]))
         ctx.backend, ctx.shard, ctx.op = backend, shard, op
         return tuple(results)
 
@@ -127,14 +128,16 @@ class Recomputed(torch.autograd.Function):
         call, measured = registry.saved(ctx, RUN.layout)
         needs = list(ctx.needs_input_grad[:_COUNT])
         if call.has_loss:
-            call = call.scaled(upstream[0])
+            by_loss = upstream[0]
+            assert by_loss is not None
+            call = call.scaled(by_loss.detach())
         else:
             is_ignored = call.head.targets == IGNORED
             by_logprobs, by_entropy = (
                 None if each is None else torch.where(is_ignored, 0, each.detach())
                 for each in (upstream[0], upstream[1] if call.want_entropy else None)
             )
-            normalizer, entropy = measured[-1], measured[1] if call.want_entropy else None
+            normalizer, entropy = measured[-1], measured[0] if call.want_entropy else None
             assert normalizer is not None
             call = dataclasses.replace(call, known=Known(by_logprobs, by_entropy, normalizer, entropy))
         gradients = _run(ctx.backend, dataclasses.replace(call, needs=needs), None, ctx.shard)[-_COUNT:]

@@ -40,7 +40,7 @@ class LMHead:
         banned: ids that have probability 0, in the log-probs, entropies and gradients: integers [K], or a bool mask
             [V], which waits for a GPU once. A target that counts must not be one of them
         vocab_start: first column that this rank holds, if the rows of weight, bias and B are split over process_group.
-            Targets and banned ids count over all columns
+            Targets and banned ids count over all columns. All ranks must agree on which tensors need a gradient
         process_group: ranks that hold the other columns; None means all ranks
     """
 
@@ -233,6 +233,7 @@ class Head:
 class Shard(NamedTuple):
     """The columns `start`, `start` + 1, ... of the vocabulary, `columns` many, that this rank of a group holds."""
 
+    op: str
     group: Any
     start: int
     columns: int
@@ -258,7 +259,7 @@ class Shard(NamedTuple):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return tokens_per_chunk(tokens, int(largest), like.device.type, like.dtype)
 
-    def combine(self, op: str, results: tuple[Tensor, Tensor, Tensor], local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def combine(self, results: tuple[Tensor, Tensor, Tensor], local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and log-sum-exps over the columns of all ranks, in one all-reduce.
 
         The reduced tensor has a slot per rank, so that all ranks get the same bits.
@@ -274,7 +275,7 @@ class Shard(NamedTuple):
         is_owner = candidates != _NOT_HERE
         owners = is_owner.sum(0)
         if logprobs.device.type == "cpu" and not bool(((owners == 1) | is_ignored).all()):
-            raise RuntimeError(f"{op}: targets must be columns of exactly one rank each, or -100")
+            raise RuntimeError(f"{self.op}: targets must be columns of exactly one rank each, or -100")
         total = normalizers.logsumexp(0)
         of_owner = torch.where(is_owner, normalizers, 0).sum(0)
         # not the difference of two large numbers: exact where the target is nearly certain

@@ -37,7 +37,7 @@ class Plan:
 
     Attributes:
         without_grad: tokens without a gradient, measured before all others
-        with_grad: tokens with a gradient; None means all tokens, or on a CPU those that an objective names
+        with_grad: tokens with a gradient; None means all tokens, or on a CPU those that Call.factors_of_tokens tell
         ends: ends of the sequences among the tokens with a gradient, where chunks may end; None means anywhere
         chunk_tokens: tokens of a chunk; 0 means chosen from the shapes
         product_tokens: tokens of a product for the gradients in half precision; 0 likewise
@@ -121,23 +121,28 @@ def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | Non
     size = plan.chunk_tokens or tokens_per_chunk(total, len(head.weight), device.type, head.weight.dtype)
     has_padding = shard is not None or (call.teacher is not None and call.teacher.ids is not None)
     products = Products(backend, head, min(size, max(total, before)), has_padding, shard if call.policy else None)
-    objective = _objective(products, call, shard)
+    policy = None
+    if call.policy is not None:
+        policy = PolicyLossObjective(products, call.policy, call.other, call.want_entropy)
+    objective = _objective(products, call, policy, shard)
     gradients = None
     if wants_grad:
         is_sparse = device.type == "cpu" or with_grad is not None
-        looks = call.policy is not None and call.teacher is None
+        looks = call.policy is not None
         gradients = Gradients(products, call.needs, total, plan.product_tokens, into, is_sparse, looks)
 
-    def measure(tokens: Tokens) -> Chunk:
-        return products.measure(tokens, call.want_entropy or shard is not None, objective.before(tokens), call.known)
+    def measure(tokens: Tokens, of: Objective) -> Chunk:
+        columns = of.before(tokens)  # which may use the memory of the logits
+        return products.measure(tokens, call.want_entropy or shard is not None, columns, call.known)
 
     with torch.autocast(device.type, enabled=False):
         for part in chunks(before, size):
             others = cast(Tensor, plan.without_grad)[part]
-            objective.read(measure(others), others, None)
+            of_policy = cast(Objective, policy)  # alone, as these tokens have no share in a distillation
+            of_policy.read(measure(others, of_policy), others, None)
         for part in chunks(total, size, plan.ends):
             tokens: Tokens = part if with_grad is None else with_grad[part]
-            chunk = measure(tokens)
+            chunk = measure(tokens, objective)
             upstream = None if gradients is None else Upstream(gradients.place(chunk))
             upstream = objective.read(chunk, tokens, upstream)
             if gradients is not None and upstream is not None:
@@ -152,12 +157,9 @@ def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | Non
     return [*results, *by_factors]
 
 
-def _objective(products: Products, call: Call, shard: Shard | None) -> Objective:
-    policy = None
-    if call.policy is not None:
-        policy = PolicyLossObjective(products, call.policy, call.other, call.want_entropy)
+def _objective(products: Products, call: Call, policy: Objective | None, shard: Shard | None) -> Objective:
     if call.teacher is not None and call.teacher.ids is None:
-        assert call.other is not None
+        assert call.other is not None and policy is None
         return WholeTeacherObjective(products, call.teacher, call.other)
     if call.teacher is not None:
         return TopK(products, call.teacher, policy)

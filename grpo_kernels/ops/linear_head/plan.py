@@ -1,4 +1,4 @@
-"""The plan of linear_policy_loss: which tokens are computed, in which order, and how many at a time."""
+"""How linear_policy_loss plans a run: which tokens are computed, in which order, and how many at a time."""
 
 from __future__ import annotations
 

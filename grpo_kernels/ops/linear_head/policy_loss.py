@@ -93,7 +93,8 @@ def linear_policy_loss(
             prompts of P tokens
         head: an LMHead, or its weight [V, H]. If its columns are split over ranks, all ranks give the same arguments
             otherwise, and get the same loss. One all-reduce per chunk forward, and one of the gradient of the hidden
-            states; without chunk_size, one more and a wait for the size of the largest part
+            states; without chunk_size, one more and a wait for the size of the largest part. Where memory="low" runs
+            and without gradients, one forward
         targets: -100 excludes a token, whatever the mask says
         old_logprobs, advantages, mask, policy_mask, cu_seqlens, segments, ref_logprobs: as in policy_loss
         term_index: integers [B, T], or [M] with cu_seqlens: the flattened position in targets of each token of the
@@ -255,7 +256,7 @@ def _over_support(asked: _Asked, support: tuple[Tensor, Tensor], backend: str | 
         )
 
     def logprobs_of(model: Head, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        into = weight_grad if model is head else None
+        into = weight_grad if model is head else None  # not for the reference model
         logprobs, entropy = sampled_support.apply(chosen, model, entries, want_entropy, into)
         return logprobs, entropy if want_entropy else None
 

@@ -172,7 +172,7 @@ class Products:
         logprobs, entropy, normalizer = (result.view(-1) for result in results)
         if self.shard is not None:
             own = logprobs, entropy, normalizer
-            logprobs, entropy, normalizer = self.shard.combine("linear_policy_loss", own, targets)
+            logprobs, entropy, normalizer = self.shard.combine(own, targets)
         return Chunk(hidden, logits, targets, row_temperature, logprobs, entropy, normalizer, columns, raw)
 
     def _rows(self, logits: Tensor, targets: Tensor, row_temperature: Tensor | None) -> LogitRows:
@@ -253,7 +253,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
 class Gradients:
     """Gradients of the head's factors as far as they are needed, complete after the last chunk.
 
-    In half precision on a GPU, gradients by the logits of several chunks wait for one pair of products.
+    In half precision, gradients by the logits of several chunks wait for one pair of products.
 
     Args:
         needs: whether hidden states, weight, bias and the adapter's A and B need a gradient
@@ -315,7 +315,7 @@ class Gradients:
         by_logits, hidden = self.products.differentiate(chunk, upstream), chunk.hidden
         selected = None
         if self.looks:
-            selected = tokens_with_grad(upstream.by_logprob, upstream.by_entropy)
+            selected = tokens_with_grad(upstream.by_logprob, upstream.by_entropy, upstream.by_columns)
         if selected is not None and len(selected) <= _MAX_SHARE * len(hidden):
             by_logits, hidden = _moved_up(by_logits, selected), hidden[selected]
             tokens = tokens[selected] if isinstance(tokens, Tensor) else selected + tokens.start
@@ -394,6 +394,7 @@ def tokens_with_grad(*gradients: Tensor | None) -> Tensor | None:
     present = [gradient for gradient in gradients if gradient is not None]
     if not present or present[0].device.type != "cpu":
         return None
-    has_grad = torch.stack([gradient != 0 for gradient in present]).any(0)
+    are_not_zero = (gradient != 0 for gradient in present)
+    has_grad = torch.stack([each if each.dim() == 1 else each.any(1) for each in are_not_zero]).any(0)
     tokens = has_grad.nonzero().squeeze(1)
     return None if len(tokens) == len(has_grad) else tokens

@@ -175,15 +175,16 @@ def _check_values(op: str, ids: Tensor, logprobs: Tensor, counts: Tensor, head: 
     counts = counts.view(ids.shape[:-1])
     ordered = torch.where(is_used, ids, -1 - torch.arange(ids.shape[-1], device=ids.device)).sort(-1).values
     is_repeated = torch.nn.functional.pad(ordered.diff(dim=-1) == 0, (1, 0))
-    repeated = torch.where(is_repeated, ordered, -1).amax(-1, keepdim=True)
+    repeated = torch.where(is_repeated, ordered, -1).amax(-1)
 
     def require(name: str, rule: str, is_wrong: Tensor, found: Tensor) -> None:
-        checks.values(op, f"teacher.{name}", rule, is_wrong & counts[..., None], found)
+        counted = counts if found.dim() == counts.dim() else counts[..., None]
+        checks.values(op, f"teacher.{name}", rule, is_wrong & counted, found)
 
     require("ids", f"be in [0, {columns}), or {ABSENT}", is_used & ((ids < 0) | (ids >= columns)), ids)
     require("ids", "differ from each other for a token", repeated >= 0, repeated)
     require("logprobs", "be finite where an id is", is_used & (logprobs - logprobs != 0), logprobs)
-    mass = torch.where(is_used, logprobs, -math.inf).logsumexp(-1, keepdim=True)
+    mass = torch.where(is_used, logprobs, -math.inf).logsumexp(-1)
     require("logprobs", "be of probabilities that add up to at most 1", mass > _MOST, mass.exp())
     if head.banned is not None:
         banned = is_used & is_banned(ids.contiguous(), head.banned)

@@ -113,7 +113,7 @@ def terms(
     beta: float,
     least_rest: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Divergence and mass of each token, and gradients as distillation_op's: of the rest and of ids' scaled logits.
+    """Divergence and mass of each token, and gradients: of the rest as of minus a log-prob, and of ids' scaled logits.
 
     One kernel in place of some 80 of torch's for each chunk, which the host could not launch in time.
     """

@@ -226,3 +226,16 @@ def test_the_products_of_the_page_and_no_others(
     of_adapter = RANK * has_adapter * TOKENS * (COLUMNS + WIDTH)
     assert products * whole <= counted <= products * whole + 5 * of_adapter
     assert 5 * of_adapter < COLUMNS * RANK * WIDTH
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_the_caller_may_overwrite_log_probs(backend: str) -> None:
+    hidden, weight = torch.randn(6, 5), torch.randn(9, 5, requires_grad=True)
+    targets, mask = torch.arange(6), torch.tensor([True, False, False, True, False, False])
+
+    def gradient(in_place: bool) -> Tensor:
+        logprobs = gk.linear_logprobs(hidden, weight, targets, backend=backend).logprobs
+        masked = logprobs.masked_fill_(mask, 0) if in_place else logprobs.masked_fill(mask, 0)
+        return torch.autograd.grad(masked.sum(), weight)[0]
+
+    assert torch.equal(gradient(True), gradient(False))

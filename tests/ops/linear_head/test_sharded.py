@@ -187,7 +187,7 @@ def added_weight_gradient(rank: int) -> Tensor:
 def chunk_sizes(rank: int) -> list[int]:
     """The last rank has ever more columns, the others as many as before."""
     size = dist.get_world_size()
-    parts = [Shard(None, rank, 10**5 * (n if rank == size - 1 else rank + 1)) for n in (size, 2 * size)]
+    parts = [Shard("", None, rank, 10**5 * (n if rank == size - 1 else rank + 1)) for n in (size, 2 * size)]
     return [part.tokens_per_chunk(4096, torch.empty(0)) for part in parts]
 
 

@@ -29,7 +29,7 @@ class Logprobs:
     def results(self) -> dict[str, Tensor]:
         measured = self.logprobs, self.entropy, self.normalizer
         if self.shard is not None:
-            measured = self.shard.combine("linear_logprobs", measured, self.targets)
+            measured = self.shard.combine(measured, self.targets)
         logprobs, entropy, normalizer = measured
         of_entropy = {"entropy": entropy} if self.want_entropy else {}
         return {"logprobs": logprobs, "normalizer": normalizer, **of_entropy}
