@@ -75,7 +75,7 @@ def bonus_loss(logprobs: Tensor, entropy: Tensor) -> Tensor:
 def ours_in_verl(i: Inputs) -> tuple[Tensor, ...]:
     """The call behind impl_backend: grpo_kernels."""
     options = {"temperature": TEMPERATURE, "return_entropy": True}
-    logprobs, entropy = gk.linear_logprobs(i.hidden, i.weight, i.targets, **options)
+    logprobs, entropy, _ = gk.linear_logprobs(i.hidden, i.weight, i.targets, **options)
     return i.gradients(bonus_loss(logprobs, entropy))
 
 

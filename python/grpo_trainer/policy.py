@@ -219,7 +219,7 @@ class Policy(nn.Module):
                 **kwargs,
             )
         else:
-            logprobs, entropy = gk.token_logprobs(
+            logprobs, entropy, _ = gk.token_logprobs(
                 _within(self._without_banned(states), batch.support),
                 torch.where(batch.mask, batch.tokens, -100),
                 temperature=self.temperature,

@@ -154,7 +154,7 @@ def selective_log_softmax_and_entropy(
     temperature: float = 1.0,
     row_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    logprobs, entropy = _scored(logits, index, temperature, row_mask, True)
+    logprobs, entropy, _ = _scored(logits, index, temperature, row_mask, True)
     assert entropy is not None
     return logprobs, entropy if entropy_requires_grad else entropy.detach()
 

@@ -74,7 +74,7 @@ class FusedLinearForPPO(_THEIR_HEAD):  # type: ignore[misc]
             gathered(_WHERE, value, options.units, hidden_states.device, dtype)
             for value in (vocab_weights, options.bias)
         )
-        logprobs, entropy = gk.linear_logprobs(
+        logprobs, entropy, _ = gk.linear_logprobs(
             hidden_states,
             gk.LMHead(weight, bias, softcap=options.softcap, logit_scale=options.logit_scale),
             input_ids,

@@ -112,7 +112,7 @@ class Recomputed(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         call = dataclasses.replace(call, head=call.head.with_factors(hidden, weight, bias, lora_a, lora_b))
         results = _run(backend, call, None, shard)
-        with_grad = 1 if call.has_loss else len(results) - 1
+        with_grad = 2 if call.want_entropy and not call.has_loss else 1
         ctx.mark_non_differentiable(*results[with_grad:])
         ctx.set_materialize_grads(False)
         # not the log-probs, which their owner may overwrite

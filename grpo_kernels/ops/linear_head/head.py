@@ -225,9 +225,28 @@ class Head:
         targets = torch.full_like(self.targets, IGNORED).index_copy(0, tokens, self.targets[tokens])
         return dataclasses.replace(self, targets=targets)
 
+    def at_half_temperature(self) -> Head:
+        row_temperature = None if self.row_temperature is None else self.row_temperature / 2
+        return dataclasses.replace(self, row_temperature=row_temperature, temperature=self.temperature / 2)
+
     def for_targets_of(self, head: Head) -> Head:
         """The same head for the targets of another one, of the same columns."""
         return dataclasses.replace(self, targets=head.targets, row_temperature=head.row_temperature)
+
+
+class Measurements(NamedTuple):
+    """Of tokens: log-probs, entropies and sums of squared probabilities, empty unless wanted, and log-sum-exps."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    sum_pi_squared: Tensor
+    normalizer: Tensor
+
+    def keep(self, others: Measurements, tokens: slice | Tensor) -> None:
+        """Copies those of some tokens to their places, as far as they are wanted."""
+        for values, of_tokens in zip(self, others, strict=True):
+            if len(values) > 0:
+                values[tokens] = of_tokens.to(values.dtype)
 
 
 class Shard(NamedTuple):
@@ -259,19 +278,20 @@ class Shard(NamedTuple):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return tokens_per_chunk(tokens, int(largest), like.device.type, like.dtype)
 
-    def combine(self, results: tuple[Tensor, Tensor, Tensor], local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs, entropies and log-sum-exps over the columns of all ranks, in one all-reduce.
+    def combine(self, results: Measurements, local: Tensor) -> Measurements:
+        """Measurements over the columns of all ranks, in one all-reduce.
 
         The reduced tensor has a slot per rank, so that all ranks get the same bits.
         """
-        logprobs, entropy, normalizer = results
+        logprobs, entropy, squares, normalizer = results
         is_ignored = local == IGNORED
         is_here = ~is_ignored & (local < self.columns)
-        slots = normalizer.new_zeros(dist.get_world_size(self.group), 3, len(normalizer))
-        slot = slots[dist.get_rank(self.group)]
-        slot[0], slot[1], slot[2] = normalizer, torch.where(is_here, logprobs, _NOT_HERE), entropy
+        own = [normalizer, torch.where(is_here, logprobs, _NOT_HERE)]
+        own += [values for values in (entropy, squares) if len(values) > 0]
+        slots = normalizer.new_zeros(dist.get_world_size(self.group), len(own), len(normalizer))
+        torch.stack([values.to(slots.dtype) for values in own], out=slots[dist.get_rank(self.group)])
         dist.all_reduce(slots, group=self.group)
-        normalizers, candidates, entropies = slots.unbind(1)
+        normalizers, candidates, *more = slots.unbind(1)
         is_owner = candidates != _NOT_HERE
         owners = is_owner.sum(0)
         if logprobs.device.type == "cpu" and not bool(((owners == 1) | is_ignored).all()):
@@ -283,12 +303,15 @@ class Shard(NamedTuple):
         of_target = torch.where(is_owner, candidates, 0).sum(0) - torch.log1p(others)
         of_target = torch.where(owners == 1, of_target, torch.nan)
         share = torch.exp(normalizers - total)
-        of_token = torch.where(share == 0, 0, share * (entropies + (total - normalizers))).sum(0)
 
         def finish(value: Tensor) -> Tensor:
             return torch.where(is_ignored, 0, value).to(logprobs.dtype)
 
-        return finish(of_target), finish(of_token), torch.where(is_ignored, 0, total)
+        if len(squares) > 0:
+            squares = finish((share * share * more.pop()).sum(0))
+        if len(entropy) > 0:
+            entropy = finish(torch.where(share == 0, 0, share * (more.pop() + (total - normalizers))).sum(0))
+        return Measurements(finish(of_target), entropy, squares, torch.where(is_ignored, 0, total))
 
     def complete(self, gradients: tuple[Tensor, ...], needs: list[bool]) -> None:
         """Adds up the gradients of factors that are whole on every rank, of which each rank has a part.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,9 +19,12 @@ from grpo_kernels.ops.linear_head.arguments import (
 from grpo_kernels.ops.linear_head.autograd import recomputed
 from grpo_kernels.ops.linear_head.head import Head, LMHead, Shard
 from grpo_kernels.ops.linear_head.loop import SUPPORTS, Call, Plan
+from grpo_kernels.ops.linear_head.products import Want
 from grpo_kernels.ops.sampled_support import registration as sampled_support
 from grpo_kernels.ops.sampled_support.arguments import check_support, check_support_alone
+from grpo_kernels.ops.sampled_support.reference import Entries
 from grpo_kernels.ops.token_logprobs import TokenLogprobs
+from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _OP = "linear_logprobs"
 
@@ -33,6 +38,7 @@ def linear_logprobs(
     positions: Tensor | None = None,
     support: tuple[Tensor, Tensor] | None = None,
     return_entropy: bool = False,
+    return_sum_pi_squared: bool = False,
     chunk_size: int | None = None,
     backend: str | None = None,
 ) -> TokenLogprobs:
@@ -47,7 +53,7 @@ def linear_logprobs(
             one. If its columns are split over ranks, hidden states must be equal on all of them, and their gradient is
             complete on each: one all-reduce forward, one backward
         targets: integers [...]; -100 gives log-prob and entropy 0 and no gradient
-        temperature, return_entropy: as in token_logprobs
+        temperature, return_entropy, return_sum_pi_squared: as in token_logprobs
         positions: tokens to compute. A mask in the shape of targets gives results of that shape, 0 elsewhere, and waits
             for a GPU; integers [P] into the flattened targets give results [P]
         support: token ids that sampling kept, as integers (token_ids [E], offsets [N + 1]): token i of the N flattened
@@ -60,11 +66,12 @@ def linear_logprobs(
         backend: "kernel" or "reference"; None means the kernel where there is one
 
     Returns:
-        TokenLogprobs: log-probs in the shape of the targets, or [P] at integer positions, and the entropies or None
+        TokenLogprobs: log-probs in the shape of the targets, or [P] at integer positions, and what else was requested
     """
     lm_head = LMHead.of(_OP, "head", head)
     inputs = check_head(_OP, hidden, lm_head, targets, temperature)
-    checks.boolean(_OP, return_entropy=return_entropy)
+    checks.boolean(_OP, return_entropy=return_entropy, return_sum_pi_squared=return_sum_pi_squared)
+    want = Want(return_entropy, return_sum_pi_squared)
     size = check_chunk_size(_OP, chunk_size)
     at = check_positions(_OP, positions, targets)
     is_picked = positions is not None and positions.dtype != torch.bool
@@ -78,32 +85,47 @@ def linear_logprobs(
             inputs = inputs.only(at)
         check_banned(_OP, inputs)
         shard = check_shard(_OP, lm_head, inputs, chosen)
-        logprobs, entropy = logprobs_at(chosen, inputs, at, return_entropy, size, shard)
-        return TokenLogprobs(logprobs.view(shape), None if entropy is None else entropy.view(shape))
+        measured = logprobs_at(chosen, inputs, at, want, size, shard)
+        return _shaped(measured, lambda value: value.view(shape))
     check_support_alone(_OP, lm_head, chunk_size=chunk_size)
     inputs = inputs if at is None else inputs.only(at)
     entries = check_support(_OP, support, inputs)
-    logprobs, entropy = sampled_support.apply(chosen, inputs, entries, return_entropy, None)
+    measured = over_support(chosen, inputs, entries, want, None)
+    return _shaped(measured, lambda value: value[at] if is_picked else value.view(shape))
 
-    def picked(result: Tensor) -> Tensor:
-        return result[at] if is_picked else result.view(shape)
 
-    return TokenLogprobs(picked(logprobs), picked(entropy) if return_entropy else None)
+def _shaped(measured: TokenLogprobs, shape: Callable[[Tensor], Tensor]) -> TokenLogprobs:
+    logprobs, *more = measured
+    return TokenLogprobs(shape(logprobs), *(None if value is None else shape(value) for value in more))
+
+
+def over_support(backend: str, head: Head, entries: Entries, want: Want, into: Tensor | None) -> TokenLogprobs:
+    """Those of all tokens over the ids that sampling kept; `into` takes the gradient of the weight."""
+    logprobs, entropy = sampled_support.apply(backend, head, entries, want.entropy, into)
+    squares = None
+    if want.sum_pi_squared:
+        with torch.no_grad():
+            halved, _ = sampled_support.apply(backend, head.at_half_temperature(), entries, False, None)
+            squares = (2 * logprobs - halved).exp().clamp(max=1)  # of a target, and so of any id
+            squares = torch.where(head.targets == IGNORED, 0, squares)
+    return TokenLogprobs(logprobs, entropy if want.entropy else None, squares)
 
 
 def logprobs_at(
-    backend: str, head: Head, at: Tensor | None, want_entropy: bool, chunk_size: int | None, shard: Shard | None
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropies of all tokens, computed at these places alone, and 0 elsewhere."""
+    backend: str, head: Head, at: Tensor | None, want: Want, chunk_size: int | None, shard: Shard | None
+) -> TokenLogprobs:
+    """Those of all tokens, computed at these places alone, and 0 elsewhere."""
     part = head if at is None else head.at(at)
     if backend == "reference" and shard is None:  # it has no shards; a chunk of it does
-        logprobs, entropy, _ = reference.forward(part, want_entropy)
-        measured = {"logprobs": logprobs, "entropy": entropy}
+        measured = reference.forward(part, want.entropy)._asdict()
     else:
         plan = Plan(chunk_tokens=chunk_size or 0, product_tokens=chunk_size or 0)
-        measured = recomputed(backend, Call(part, want_entropy=want_entropy, plan=plan), shard, _OP)
+        measured = recomputed(
+            backend, Call(part, want_entropy=want.entropy, want_squares=want.sum_pi_squared, plan=plan), shard, _OP
+        )
 
     def of_all(result: Tensor) -> Tensor:
         return result if at is None else result.new_zeros(len(head.targets)).index_put((at,), result)
 
-    return of_all(measured["logprobs"]), of_all(measured["entropy"]) if want_entropy else None
+    more = {name: of_all(measured[name]) if is_wanted else None for name, is_wanted in want._asdict().items()}
+    return TokenLogprobs(of_all(measured["logprobs"]), **more)

@@ -21,7 +21,16 @@ from grpo_kernels.ops.linear_head.objectives.logprobs import Logprobs, LogprobsG
 from grpo_kernels.ops.linear_head.objectives.policy import PolicyLossObjective, PolicyTerms
 from grpo_kernels.ops.linear_head.objectives.top_k import TopK
 from grpo_kernels.ops.linear_head.objectives.whole_teacher import WholeTeacherObjective
-from grpo_kernels.ops.linear_head.products import Chunk, Gradients, Known, Products, Tokens, Upstream, tokens_with_grad
+from grpo_kernels.ops.linear_head.products import (
+    Chunk,
+    Gradients,
+    Known,
+    Products,
+    Tokens,
+    Upstream,
+    Want,
+    tokens_with_grad,
+)
 from grpo_kernels.ops.linear_head.sizes import chunks, tokens_per_chunk
 from grpo_kernels.ops.policy_loss.reference.metrics import METRICS
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
@@ -68,6 +77,7 @@ class Call:
     other: Head | None = None
     known: Known | None = None
     want_entropy: bool = False
+    want_squares: bool = False
     plan: Plan | None = None
     needs: list[bool] = dataclasses.field(default_factory=lambda: [False] * len(FACTORS))
 
@@ -83,7 +93,7 @@ class Call:
         """
         if self.known is not None:
             return []
-        of_tokens = ["logprobs", "entropy"] if self.want_entropy else ["logprobs"]
+        of_tokens = ["logprobs", *["entropy"] * self.want_entropy, *["sum_pi_squared"] * self.want_squares]
         if not self.has_loss:
             return [*of_tokens, "normalizer"]
         of_policy = [] if self.policy is None else ["metrics", *of_tokens]
@@ -121,9 +131,9 @@ def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | Non
     size = plan.chunk_tokens or tokens_per_chunk(total, len(head.weight), device.type, head.weight.dtype)
     has_padding = shard is not None or (call.teacher is not None and call.teacher.ids is not None)
     products = Products(backend, head, min(size, max(total, before)), has_padding, shard if call.policy else None)
-    policy = None
+    policy, want = None, Want(call.want_entropy, call.want_squares)
     if call.policy is not None:
-        policy = PolicyLossObjective(products, call.policy, call.other, call.want_entropy)
+        policy = PolicyLossObjective(products, call.policy, call.other, want)
     objective = _objective(products, call, policy, shard)
     gradients = None
     if wants_grad:
@@ -133,7 +143,7 @@ def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | Non
 
     def measure(tokens: Tokens, of: Objective) -> Chunk:
         columns = of.before(tokens)  # which may use the memory of the logits
-        return products.measure(tokens, call.want_entropy or shard is not None, columns, call.known)
+        return products.measure(tokens, want, columns, call.known)
 
     with torch.autocast(device.type, enabled=False):
         for part in chunks(before, size):
@@ -165,7 +175,7 @@ def _objective(products: Products, call: Call, policy: Objective | None, shard: 
         return TopK(products, call.teacher, policy)
     if call.known is not None:
         return LogprobsGradient(call.known)
-    return policy or Logprobs(products.head, call.want_entropy, shard)
+    return policy or Logprobs(products.head, Want(call.want_entropy, call.want_squares), shard)
 
 
 def _fake_gradients(head: Head, needs: list[bool]) -> tuple[Tensor, ...]:

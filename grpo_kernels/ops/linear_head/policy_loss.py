@@ -23,10 +23,11 @@ from grpo_kernels.ops.linear_head.autograd import may_precompute, precomputed
 from grpo_kernels.ops.linear_head.distillation import distill
 from grpo_kernels.ops.linear_head.divergence import Distillation
 from grpo_kernels.ops.linear_head.head import Head, LMHead
-from grpo_kernels.ops.linear_head.logprobs import logprobs_at
+from grpo_kernels.ops.linear_head.logprobs import logprobs_at, over_support
 from grpo_kernels.ops.linear_head.loop import SUPPORTS, Call
 from grpo_kernels.ops.linear_head.objectives.policy import PolicyTerms
 from grpo_kernels.ops.linear_head.plan import plan_of, split_tokens
+from grpo_kernels.ops.linear_head.products import NOTHING_MORE, Want
 from grpo_kernels.ops.linear_head.teacher import DistillationLoss, Teacher, check_teacher
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
 from grpo_kernels.ops.policy_loss import registration as policy_loss
@@ -43,6 +44,7 @@ from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
 from grpo_kernels.ops.sampled_support import registration as sampled_support
 from grpo_kernels.ops.sampled_support.arguments import check_support, check_support_alone
+from grpo_kernels.ops.token_logprobs import TokenLogprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 from grpo_kernels.shared_positions import add_up, check_term_index, gather
 
@@ -78,6 +80,7 @@ def linear_policy_loss(
     normalizer: Normalizer | None = None,
     teacher: Teacher | None = None,
     return_entropy: bool = False,
+    return_sum_pi_squared: bool = False,
     config: LossConfig | str = "grpo",
     memory: str = "fast",
     compact: bool | None = None,
@@ -116,6 +119,7 @@ def linear_policy_loss(
             then backward runs once, too, but in float16. metrics.distillation is that part of the loss as a
             DistillationLoss. The head's vocab_start must be None
         return_entropy: measure the entropy even if the config does not need it
+        return_sum_pi_squared: measure the sum of squared probabilities, as in token_logprobs
         memory: "fast" computes the gradient with the loss, and backward runs once. "low" recomputes the logits in the
             backward. "low" is also used in float16, where a loss scaler must come before the gradient, if a sequence
             ratio needs more tokens at a time than a chunk has, and with term_index and a sequence ratio in more than
@@ -129,12 +133,13 @@ def linear_policy_loss(
 
     Returns:
         PolicyLoss: the scalar loss to call backward() on, and its metrics; metrics.logprobs are the log-probs in the
-            shape of targets, without a gradient and 0 for excluded tokens, and so is metrics.entropy if it was measured
+            shape of targets, without a gradient and 0 for excluded tokens, and so are metrics.entropy and
+            metrics.sum_pi_squared if they were measured
     """
     config = LossConfig.of(config, _OP)
     lm_head = LMHead.of(_OP, "head", head)
     inputs = check_head(_OP, hidden, lm_head, targets, temperature)
-    checks.boolean(_OP, return_entropy=return_entropy)
+    checks.boolean(_OP, return_entropy=return_entropy, return_sum_pi_squared=return_sum_pi_squared)
     size = check_chunk_size(_OP, chunk_size)
     _check_form(hidden, cu_seqlens, term_index, memory, compact)
     index = None if term_index is None else check_term_index(_OP, term_index, targets.numel(), targets.device)
@@ -164,7 +169,8 @@ def linear_policy_loss(
     check_units(layout, config, policy, normalizer, want_entropy)
     terms = PolicyTerms(policy, list(layout.shape), index, config.entropy_coef != 0)
     taught = _check_teacher(teacher, targets, inputs, lm_head, {"normalizer": normalizer, "weights": weights})
-    asked = _Asked(layout, config, Call(inputs, terms, taught, reference, want_entropy=want_entropy), weight_grad)
+    call = Call(inputs, terms, taught, reference, None, want_entropy, return_sum_pi_squared)
+    asked = _Asked(layout, config, call, weight_grad)
     if support is not None:
         is_low = memory if memory != "fast" else None
         ref_lora = None if reference is None else reference.lora
@@ -174,7 +180,7 @@ def linear_policy_loss(
     else:
         loss = _over_vocabulary(asked, lm_head, at, memory, compact, size, backend)
     metrics = loss.metrics
-    for name in ("logprobs", "entropy"):
+    for name in TokenLogprobs._fields:
         value = getattr(metrics, name)
         setattr(metrics, name, None if value is None else value.detach().view(targets.shape))
     if metrics.distillation is not None:
@@ -228,14 +234,15 @@ def _over_vocabulary(
         if is_compact:
             only = (head.targets != IGNORED).nonzero().squeeze(1)
 
-        def logprobs_of(head: Head, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
-            return logprobs_at(chosen, head, only, want_entropy, chunk_size, shard)
+        def logprobs_of(head: Head, want: Want) -> TokenLogprobs:
+            return logprobs_at(chosen, head, only, want, chunk_size, shard)
 
         return _of_logprobs(asked, logprobs_of, chosen, chunk_size)
     results = precomputed(chosen, dataclasses.replace(call, plan=plan), weight_grad, shard, _ONCE)
     by_row = call.policy is not None and call.policy.policy.advantages.shape != layout.shape
     metrics = PolicyLossMetrics(results["metrics"], config, by_row, call.want_entropy)
-    metrics.logprobs, metrics.entropy = results["logprobs"], results.get("entropy")
+    for name in TokenLogprobs._fields:
+        setattr(metrics, name, results.get(name))
     if call.teacher is not None:
         metrics.distillation = DistillationLoss(*(results[name] for name in ("distillation", "divergence", "mass")))
     return PolicyLoss(results["loss"], metrics)
@@ -255,17 +262,16 @@ def _over_support(asked: _Asked, support: tuple[Tensor, Tensor], backend: str | 
             f"{_OP}: weight_grad must be contiguous with support, got strides {list(weight_grad.stride())}"
         )
 
-    def logprobs_of(model: Head, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def logprobs_of(model: Head, want: Want) -> TokenLogprobs:
         into = weight_grad if model is head else None  # not for the reference model
-        logprobs, entropy = sampled_support.apply(chosen, model, entries, want_entropy, into)
-        return logprobs, entropy if want_entropy else None
+        return over_support(chosen, model, entries, want, into)
 
     return _of_logprobs(asked, logprobs_of, chosen, None)
 
 
 def _of_logprobs(
     asked: _Asked,
-    logprobs_of: Callable[[Head, bool], tuple[Tensor, Tensor | None]],
+    logprobs_of: Callable[[Head, Want], TokenLogprobs],
     backend: str,
     chunk_size: int | None,
 ) -> PolicyLoss:
@@ -275,13 +281,14 @@ def _of_logprobs(
     assert terms is not None
     policy = terms.policy
     if call.other is not None:
-        ref_logprobs, _ = logprobs_of(call.other.for_targets_of(call.head), False)
-        policy = dataclasses.replace(policy, ref_logprobs=terms.by_term(ref_logprobs))
-    logprobs, entropy = logprobs_of(call.head, call.want_entropy)
-    by_term = None if entropy is None else terms.by_term(entropy)
+        of_reference = logprobs_of(call.other.for_targets_of(call.head), NOTHING_MORE)
+        policy = dataclasses.replace(policy, ref_logprobs=terms.by_term(of_reference.logprobs))
+    measured = logprobs_of(call.head, Want(call.want_entropy, call.want_squares))
+    by_term = None if measured.entropy is None else terms.by_term(measured.entropy)
     of_loss = policy_loss.beside(backend, layout.device, layout.dtype)
-    result = compute(layout, config, terms.by_term(logprobs), by_term, policy, of_loss)
-    result.metrics.logprobs, result.metrics.entropy = logprobs, entropy
+    result = compute(layout, config, terms.by_term(measured.logprobs), by_term, policy, of_loss)
+    for name, value in measured._asdict().items():
+        setattr(result.metrics, name, value)
     if call.teacher is None:
         return result
     taught = distill(

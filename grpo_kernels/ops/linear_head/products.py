@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_kernels import registry
 from grpo_kernels.inputs import op_inputs
-from grpo_kernels.ops.linear_head.head import Head, Shard
+from grpo_kernels.ops.linear_head.head import Head, Measurements, Shard
 from grpo_kernels.ops.linear_head.sizes import HALVES, tokens_per_product
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
@@ -32,6 +32,16 @@ _MAX_SHARE = 0.75  # above this share of tokens with a gradient, leaving the oth
 Tokens = slice | Tensor
 
 
+class Want(NamedTuple):
+    """What is measured beside log-probs."""
+
+    entropy: bool
+    sum_pi_squared: bool
+
+
+NOTHING_MORE = Want(False, False)
+
+
 @op_inputs
 class Known:
     """What the forward pass measured of all tokens, and the gradients of the loss by it."""
@@ -43,7 +53,7 @@ class Known:
 
 
 class Chunk(NamedTuple):
-    """Tokens of a chunk, their logits (or the gradient that overwrote them), and measurements of them, [tokens].
+    """Tokens of a chunk, their logits (or the gradient that overwrote them), and what was measured of them, [tokens].
 
     Columns can be kept from the kernels, which then measure and differentiate the rest of the vocabulary alone, however
     little is left of it: the logits have -inf there.
@@ -51,16 +61,13 @@ class Chunk(NamedTuple):
     Attributes:
         columns: those kept apart, different from each other for a token, [tokens, k]; the padding column is none
         raw: their logits, in float64
-        entropy: empty unless it was asked for
     """
 
     hidden: Tensor
     logits: Tensor
     targets: Tensor
     row_temperature: Tensor | None
-    logprobs: Tensor
-    entropy: Tensor
-    normalizer: Tensor
+    measured: Measurements
     columns: Tensor | None = None
     raw: Tensor | None = None
 
@@ -150,7 +157,7 @@ class Products:
         return token_logprobs.empty(self.head.hidden, (tokens, stride), dtype, self.backend)[:, : self.logit_columns]
 
     def measure(
-        self, tokens: Tokens, want_entropy: bool, columns: Tensor | None = None, known: Known | None = None
+        self, tokens: Tokens, want: Want = NOTHING_MORE, columns: Tensor | None = None, known: Known | None = None
     ) -> Chunk:
         """Logits and log-probs of a chunk: with columns to keep apart, of the rest; or only logits, as all is known."""
         head = self.head
@@ -161,19 +168,22 @@ class Products:
         if known is not None:
             absent = known.normalizer.new_empty(0)
             entropy = absent if known.entropy is None else known.entropy[tokens]
-            return Chunk(hidden, logits, targets, row_temperature, absent, entropy, known.normalizer[tokens])
+            measured = Measurements(absent, entropy, absent, known.normalizer[tokens])
+            return Chunk(hidden, logits, targets, row_temperature, measured)
         raw = None
         if columns is not None:
             raw = logits.gather(1, columns).double()
             logits.scatter_(1, columns, -torch.inf)
             targets = torch.where(targets == IGNORED, IGNORED, columns[:, 0])  # any column that is not of the rest
         rows = self._rows(logits, targets, row_temperature)
-        results = token_logprobs.FORWARD(self.backend, Measured(rows, want_entropy))
-        logprobs, entropy, normalizer = (result.view(-1) for result in results)
+        logprobs, entropy, normalizer = token_logprobs.FORWARD(self.backend, Measured(rows, want.entropy))
+        squares = logprobs.new_empty(0)
+        if want.sum_pi_squared:
+            squares = token_logprobs.sum_of_squares(self.backend, rows, normalizer)
+        measured = Measurements(*(value.view(-1) for value in (logprobs, entropy, squares, normalizer)))
         if self.shard is not None:
-            own = logprobs, entropy, normalizer
-            logprobs, entropy, normalizer = self.shard.combine(own, targets)
-        return Chunk(hidden, logits, targets, row_temperature, logprobs, entropy, normalizer, columns, raw)
+            measured = self.shard.combine(measured, targets)
+        return Chunk(hidden, logits, targets, row_temperature, measured, columns, raw)
 
     def _rows(self, logits: Tensor, targets: Tensor, row_temperature: Tensor | None) -> LogitRows:
         return LogitRows(logits[None], targets[None], _one_row(row_temperature), *self.head.scaling)
@@ -184,8 +194,8 @@ class Products:
         if not upstream.is_whole:
             rows = self._rows(chunk.logits, chunk.targets, chunk.row_temperature)
             by_logprob, by_entropy = _one_row(upstream.by_logprob), _one_row(upstream.by_entropy)
-            entropy = None if by_entropy is None else chunk.entropy[None]
-            gradient = Gradient(by_logprob, by_entropy, chunk.normalizer[None], entropy, rows)
+            entropy = None if by_entropy is None else chunk.measured.entropy[None]
+            gradient = Gradient(by_logprob, by_entropy, chunk.measured.normalizer[None], entropy, rows)
             token_logprobs.BACKWARD_INTO(self.backend, GradientInto(into[None], gradient))
         if upstream.by_columns is not None and chunk.columns is not None:
             into.scatter_(1, chunk.columns, upstream.by_columns.to(into.dtype))

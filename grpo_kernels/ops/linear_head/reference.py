@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.ops.linear_head.head import Head
+from grpo_kernels.ops.linear_head.head import Head, Measurements
 from grpo_kernels.ops.token_logprobs import reference as token_logprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 from grpo_kernels.ops.token_logprobs.reference import Scaling
@@ -54,7 +54,7 @@ class _Unreadable(torch.autograd.Function):
         return torch.where(is_unreadable & (upstream != 0), math.nan, upstream), None
 
 
-def forward(head: Head, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+def forward(head: Head, want_entropy: bool) -> Measurements:
     targets = head.targets
     is_unreadable = ~head.hidden.isfinite().all(-1)
     hidden = _Readable.apply(head.hidden, is_unreadable)  # type: ignore[no-untyped-call]
@@ -69,4 +69,6 @@ def forward(head: Head, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
         wrong = kept & (columns != targets) & (targets != IGNORED)
         return torch.where(wrong, torch.nan, torch.where(kept, result, 0))
 
-    return finished(logprobs), logits.new_empty(0) if entropy is None else finished(entropy), finished(normalizer)
+    squares = (z.detach() - normalizer.detach()[..., None]).exp().square().sum(-1).to(z.dtype)
+    of_tokens = (finished(logprobs), logits.new_empty(0) if entropy is None else finished(entropy))
+    return Measurements(*of_tokens, finished(squares), finished(normalizer))

@@ -20,7 +20,8 @@ class PolicyLossMetrics:
     `names` lists the elements. trl(), verl() and to_dict() return Python floats, and the first call of any of them
     waits for the device once. Sums and counts are those of this call: add them over micro-batches and ranks before
     dividing, for example with merged(), which leaves out what is of this call alone: `distillation`, the
-    DistillationLoss of a teacher, and with linear_policy_loss `logprobs` and `entropy`, those of its tokens.
+    DistillationLoss of a teacher, and with linear_policy_loss `logprobs`, `entropy` and `sum_pi_squared`, those of its
+    tokens.
     """
 
     names = METRICS
@@ -32,6 +33,7 @@ class PolicyLossMetrics:
         self.distillation: Any = None
         self.logprobs: Tensor | None = None
         self.entropy: Tensor | None = None
+        self.sum_pi_squared: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in METRICS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,10 +21,12 @@ class TokenLogprobs(NamedTuple):
     Attributes:
         logprobs: log-prob of the target, never above 0
         entropy: entropy of the row's distribution in nats, never below 0; None unless requested
+        sum_pi_squared: sum of the squares of the row's probabilities, without a gradient; None unless requested
     """
 
     logprobs: Tensor
     entropy: Tensor | None
+    sum_pi_squared: Tensor | None = None
 
 
 def token_logprobs(
@@ -34,6 +37,7 @@ def token_logprobs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_entropy: bool = False,
+    return_sum_pi_squared: bool = False,
     inplace_backward: bool = False,
     backend: str | None = None,
 ) -> TokenLogprobs:
@@ -50,20 +54,31 @@ def token_logprobs(
         softcap: positive number; logits become softcap * tanh(x / softcap). None leaves them unchanged
         logit_scale: positive number
         return_entropy: also return the differentiable entropy of every row
+        return_sum_pi_squared: also return the sum of the squares of every row's probabilities, in one read more; for
+            gk.optimal_token_baseline
         inplace_backward: the backward overwrites the logits with their gradient, which saves their size in memory.
             Nothing else may read them, backward runs once, and torch.compile is not supported
         backend: "kernel" or "reference"; None means the kernel where there is one
 
     Returns:
-        TokenLogprobs: log-probs in the shape of the targets, and the entropies or None
+        TokenLogprobs: log-probs in the shape of the targets, and what else was requested, or None
     """
     check_logits(_OP, logits, targets)
     scaling = check_scaling(_OP, temperature, softcap, logit_scale, targets, logits.dtype)
-    checks.boolean(_OP, return_entropy=return_entropy, inplace_backward=inplace_backward)
+    checks.boolean(
+        _OP,
+        return_entropy=return_entropy,
+        return_sum_pi_squared=return_sum_pi_squared,
+        inplace_backward=inplace_backward,
+    )
     if inplace_backward:
         check_overwritable(_OP, "inplace_backward", logits)
     chosen = backends.select(_OP, backend, logits.device.type, logits.dtype, op.SUPPORTS, logits.device.index)
     rows = rows_of(logits, targets, scaling)
     inputs = Measured(rows, return_entropy)
-    logprobs, entropy = op.apply(chosen, inputs, inplace_backward)
-    return TokenLogprobs(logprobs.view(targets.shape), entropy.view(targets.shape) if return_entropy else None)
+    logprobs, entropy, normalizer = op.apply(chosen, inputs, inplace_backward)
+    squares = None
+    if return_sum_pi_squared:
+        detached = dataclasses.replace(rows, logits=rows.logits.detach())
+        squares = op.sum_of_squares(chosen, detached, normalizer).to(logprobs.dtype).view(targets.shape)
+    return TokenLogprobs(logprobs.view(targets.shape), entropy.view(targets.shape) if return_entropy else None, squares)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, cast
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from grpo_kernels import registry
 from grpo_kernels.ops.token_logprobs import reference
+from grpo_kernels.ops.token_logprobs.config import IGNORED
 from grpo_kernels.ops.token_logprobs.reference import Gradient, GradientInto, LogitRows, Measured
 
 _GPU = (torch.bfloat16, torch.float16, torch.float32)
@@ -73,24 +75,34 @@ BACKWARD_INTO = registry.TorchOp(
 )
 
 
+def sum_of_squares(backend: str, rows: LogitRows, normalizer: Tensor) -> Tensor:
+    """The sum of the squared probabilities of each row: at half the temperature they are what is normalised."""
+    row_temperature = None if rows.row_temperature is None else rows.row_temperature / 2
+    halved = dataclasses.replace(rows, row_temperature=row_temperature, temperature=rows.temperature / 2)
+    _, _, of_squares = FORWARD(backend, Measured(halved, False))
+    squares = (of_squares - 2 * normalizer).exp().clamp(max=1)
+    return torch.where(rows.targets == IGNORED, 0, squares)
+
+
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-probs and entropies (empty unless wanted) of rows, whose logits are the first argument."""
+    """Log-probs, entropies (empty unless wanted) and log-sum-exps of rows, whose logits are the first argument."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, inputs: Measured, inplace: bool, backend: str) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, inputs: Measured, inplace: bool, backend: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logprobs, entropy, normalizer = FORWARD(backend, inputs)
-        if not inputs.want_entropy:
-            ctx.mark_non_differentiable(entropy)
+        ctx.mark_non_differentiable(*((normalizer,) if inputs.want_entropy else (entropy, normalizer)))
         ctx.set_materialize_grads(False)
         rows = inputs.rows
         saved_entropy = entropy if inputs.want_entropy else None
         ctx.save_for_backward(logits, rows.targets, rows.row_temperature, normalizer, saved_entropy)
         ctx.scaling = (rows.temperature, rows.softcap, rows.logit_scale)
         ctx.inplace, ctx.is_spent, ctx.backend = inplace, False, backend
-        return logprobs, entropy
+        return logprobs, entropy, normalizer
 
     @staticmethod
-    def backward(ctx: Any, by_logprobs: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, by_logprobs: Tensor | None, by_entropy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if by_logprobs is None and by_entropy is None:
             return None, None, None, None
         if ctx.is_spent:
@@ -114,7 +126,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def apply(backend: str, inputs: Measured, inplace: bool) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies (empty unless wanted), both differentiable by the logits."""
+def apply(backend: str, inputs: Measured, inplace: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs and entropies (empty unless wanted), both differentiable by the logits, and log-sum-exps."""
     results = _TokenLogprobs.apply(inputs.rows.logits, inputs, inplace, backend)  # type: ignore[no-untyped-call]
-    return cast(tuple[Tensor, Tensor], results)
+    return cast(tuple[Tensor, Tensor, Tensor], results)

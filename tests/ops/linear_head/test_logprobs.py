@@ -168,7 +168,7 @@ def test_a_token_that_a_later_mask_leaves_out_may_hold_anything(backend: str, nu
     targets, mask = torch.randint(20, (3, 5), device=device), mask.to(device)
     leaves = [hidden.to(device).requires_grad_(), weight.to(device).requires_grad_()]
     result = gk.linear_logprobs(*leaves, targets, return_entropy=True, backend=backend)
-    for values in result:
+    for values in (result.logprobs, result.entropy):
         outside = torch.autograd.grad(torch.where(mask, values, 0).sum(), leaves, retain_graph=True)
         assert all(gradient.isfinite().all() for gradient in outside)
     inside = torch.autograd.grad(result.logprobs.sum(), leaves)

@@ -314,16 +314,17 @@ def test_certain_tokens_keep_their_digits(ranks: list[dict[Any, Any]], case: str
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_ranks_send(ranks: list[dict[Any, Any]], case: str) -> None:
-    """Three numbers a token and rank, and the gradients of what all ranks have."""
+    """Two numbers a token and rank, a third for the entropy, and the gradients of what all ranks have."""
     op = CASES[case]()
     inputs = op.draw()
     count = len(ranks[0][case, "cpu", F64]["logprobs"]) if case != "mask" else int(inputs["positions"].sum())
     backward = [inputs[name].numel() for name in ("hidden", "lora_a") if name in op.leaves]
     if "positions" in inputs:
         backward[0] = count * 5
+    each = 2 if case == "no entropy" else 3
     for rank in ranks:
         sent = rank[case, "cpu", F64]["sent"]
-        assert [size for _, size in sent] == [8 * numbers for numbers in (3 * len(ranks) * count, *backward)]
+        assert [size for _, size in sent] == [8 * numbers for numbers in (each * len(ranks) * count, *backward)]
         assert {name for name, _ in sent} == {"allreduce"}
 
 
@@ -336,9 +337,9 @@ def test_what_the_ranks_of_a_loss_send(ranks: list[dict[Any, Any]]) -> None:
     inputs, size = LOSSES["loss in chunks"]().draw(), len(ranks)
     counts = takes_part(inputs)
     *chunks, of_hidden = sent("loss in chunks")
-    assert sum(chunks) == 8 * 3 * size * int(counts.sum())
+    assert sum(chunks) == 8 * 2 * size * int(counts.sum())
     assert len(chunks) == -(-int(counts.sum()) // 4) and of_hidden == inputs["hidden"].nbytes
-    assert sum(sent("loss of all tokens")[:-1]) == 8 * 3 * size * counts.numel()
+    assert sum(sent("loss of all tokens")[:-1]) == 8 * 2 * size * counts.numel()
     # of both heads forward, and backward those of the hidden states and of A
     assert len(sent("reference head in low memory")) == 4
 

@@ -5,34 +5,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.ops.linear_head.head import Head, Shard
-from grpo_kernels.ops.linear_head.products import Chunk, Known, Tokens, Upstream
+from grpo_kernels.ops.linear_head.head import Head, Measurements, Shard
+from grpo_kernels.ops.linear_head.products import Chunk, Known, Tokens, Upstream, Want
+
+
+def measurements(head: Head, want: Want) -> Measurements:
+    """Memory for those of all tokens, 0 where a token is not measured."""
+    logprobs = head.hidden.new_zeros(len(head.hidden), dtype=head.wide)
+    entropy, squares = (torch.zeros_like(logprobs) if is_wanted else logprobs.new_empty(0) for is_wanted in want)
+    return Measurements(logprobs, entropy, squares, torch.zeros_like(logprobs, dtype=torch.float64))
 
 
 class Logprobs:
     """With a shard, each rank measures its own columns, and one all-reduce of all tokens combines them."""
 
-    def __init__(self, head: Head, want_entropy: bool, shard: Shard | None) -> None:
-        self.targets, self.want_entropy, self.shard = head.targets, want_entropy, shard
-        self.logprobs = head.hidden.new_empty(len(head.hidden), dtype=head.wide)
-        self.entropy = self.logprobs.new_empty(len(self.logprobs) if want_entropy or shard is not None else 0)
-        self.normalizer = torch.empty_like(self.logprobs, dtype=torch.float64)
+    def __init__(self, head: Head, want: Want, shard: Shard | None) -> None:
+        self.targets, self.want, self.shard = head.targets, want, shard
+        self.measured = measurements(head, want)
 
     def before(self, tokens: Tokens) -> None:
         pass
 
     def read(self, chunk: Chunk, tokens: Tokens, upstream: Upstream | None) -> None:
-        self.logprobs[tokens], self.normalizer[tokens] = chunk.logprobs, chunk.normalizer
-        if len(self.entropy) > 0:
-            self.entropy[tokens] = chunk.entropy
+        self.measured.keep(chunk.measured, tokens)
 
     def results(self) -> dict[str, Tensor]:
-        measured = self.logprobs, self.entropy, self.normalizer
-        if self.shard is not None:
-            measured = self.shard.combine(measured, self.targets)
-        logprobs, entropy, normalizer = measured
-        of_entropy = {"entropy": entropy} if self.want_entropy else {}
-        return {"logprobs": logprobs, "normalizer": normalizer, **of_entropy}
+        measured = self.measured if self.shard is None else self.shard.combine(self.measured, self.targets)
+        return measured._asdict()
 
 
 class LogprobsGradient:

@@ -16,7 +16,8 @@ from torch import Tensor
 from grpo_kernels import shared_positions
 from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.linear_head.head import Head
-from grpo_kernels.ops.linear_head.products import Chunk, Products, Tokens, Upstream
+from grpo_kernels.ops.linear_head.objectives.logprobs import measurements
+from grpo_kernels.ops.linear_head.products import Chunk, Products, Tokens, Upstream, Want
 from grpo_kernels.ops.policy_loss import registration as policy_loss
 from grpo_kernels.ops.policy_loss.reference import Policy, PolicyInputs
 
@@ -52,24 +53,21 @@ class PolicyTerms:
 class PolicyLossObjective:
     """`reference` is the reference model's head, instead of its log-probs."""
 
-    def __init__(self, products: Products, terms: PolicyTerms, reference: Head | None, want_entropy: bool) -> None:
-        head, self.products, self.terms = products.head, products, terms
-        self.logprobs = head.hidden.new_zeros(len(head.hidden), dtype=head.wide)
-        self.entropy = torch.zeros_like(self.logprobs) if want_entropy else None
+    def __init__(self, products: Products, terms: PolicyTerms, reference: Head | None, want: Want) -> None:
+        self.products, self.terms, self.want = products, terms, want
+        self.measured = measurements(products.head, want)
         self.loss: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self.reference = None if reference is None else products.beside(reference)
         if self.reference is not None:
-            self.ref_logprobs = torch.zeros_like(self.logprobs)
+            self.ref_logprobs = torch.zeros_like(self.measured.logprobs)
 
     def before(self, tokens: Tokens) -> None:
         """Measures the reference model, whose logits are overwritten by the policy's."""
         if self.reference is not None:
-            self.ref_logprobs[tokens] = self.reference.measure(tokens, self.reference.shard is not None).logprobs
+            self.ref_logprobs[tokens] = self.reference.measure(tokens).measured.logprobs
 
     def read(self, chunk: Chunk, tokens: Tokens, upstream: Upstream | None) -> Upstream | None:
-        self.logprobs[tokens] = chunk.logprobs
-        if self.entropy is not None:
-            self.entropy[tokens] = chunk.entropy
+        self.measured.keep(chunk.measured, tokens)
         if upstream is None:
             return None
         self.loss = self._loss()
@@ -80,17 +78,16 @@ class PolicyLossObjective:
 
     def results(self) -> dict[str, Tensor]:
         loss, metrics, *_ = self.loss or self._loss()
-        measured = {"loss": loss, "metrics": metrics, "logprobs": self.logprobs}
-        return measured if self.entropy is None else {**measured, "entropy": self.entropy}
+        return {"loss": loss, "metrics": metrics, **self.measured._asdict()}
 
     def _loss(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Loss, metrics, and the gradients by log-prob and entropy of every token."""
-        terms, policy, count = self.terms, self.terms.policy, len(self.logprobs)
+        terms, policy, (logprobs, entropies, *_) = self.terms, self.terms.policy, self.measured
         if self.reference is not None:
             policy = dataclasses.replace(policy, ref_logprobs=terms.by_term(self.ref_logprobs))
-        entropy = None if self.entropy is None else terms.by_term(self.entropy)
-        backend = policy_loss.beside(self.products.backend, self.logprobs.device, self.logprobs.dtype)
-        inputs = PolicyInputs(terms.by_term(self.logprobs), entropy, policy, terms.has_bonus)
+        entropy = terms.by_term(entropies) if self.want.entropy else None
+        backend = policy_loss.beside(self.products.backend, logprobs.device, logprobs.dtype)
+        inputs = PolicyInputs(terms.by_term(logprobs), entropy, policy, terms.has_bonus)
         loss, metrics, by_logprob, by_entropy = policy_loss.apply_with_gradients(backend, inputs)
-        by_entropy = terms.by_token(by_entropy, count) if terms.has_bonus else by_entropy
-        return loss, metrics, terms.by_token(by_logprob, count), by_entropy
+        by_entropy = terms.by_token(by_entropy, len(logprobs)) if terms.has_bonus else by_entropy
+        return loss, metrics, terms.by_token(by_logprob, len(logprobs)), by_entropy

@@ -14,6 +14,7 @@ from torch import Tensor
 from grpo_kernels import registry
 from grpo_kernels.ops.linear_head import divergence
 from grpo_kernels.ops.linear_head.divergence import ABSENT, KINDS, LEAST_REST, RENORMALISE, TAILS, Distillation
+from grpo_kernels.ops.linear_head.head import Measurements
 from grpo_kernels.ops.linear_head.objectives import Objective
 from grpo_kernels.ops.linear_head.products import Chunk, Products, Tokens, Upstream
 from grpo_kernels.ops.token_logprobs.config import IGNORED
@@ -43,12 +44,11 @@ class TopK:
         assert chunk.columns is not None and chunk.raw is not None
         head, temperature = self.products.head, chunk.row_temperature
         scaling = Scaling(None if temperature is None else temperature.double(), *head.scaling)
-        scaled, rest = scaling.apply(chunk.raw), chunk.normalizer
+        scaled, rest = scaling.apply(chunk.raw), chunk.measured.normalizer
         whole, others = None, rest
         if self.other is not None:
             whole = _whole(scaled, chunk, head.targets[tokens], self.products.columns)
-            measured = chunk._replace(logprobs=whole.logprobs.to(head.wide), entropy=whole.entropy.to(head.wide))
-            upstream = self.other.read(measured, tokens, upstream)
+            upstream = self.other.read(chunk._replace(measured=whole.measured), tokens, upstream)
             others = torch.logaddexp(rest, scaled[:, -1])  # of all columns but the ids
         values, mass, by_others, by_scaled = self._terms(others, scaled, tokens)
         self.divergence[tokens], self.mass[tokens] = values, mass
@@ -110,16 +110,15 @@ class _Whole(NamedTuple):
         place: which of the columns kept apart is the target, [tokens, 1]
         log_p: log-probabilities of the columns kept apart
         log_share: log-probability of the rest
-        entropy_of_rest: empty, as `entropy`, unless it was measured
-        logprobs: of the targets, as the kernels give them: 0 for ignored ones, NaN for those that are no column
+        entropy_of_rest: empty unless it was measured
+        measured: as the kernels give it: 0 for ignored targets, NaN for those that are no column
     """
 
     place: Tensor
     log_p: Tensor
     log_share: Tensor
     entropy_of_rest: Tensor
-    logprobs: Tensor
-    entropy: Tensor
+    measured: Measurements
 
     def gradient(self, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients by the scaled logits kept apart, and by log-prob and entropy of the rest.
@@ -138,9 +137,10 @@ class _Whole(NamedTuple):
         if by_entropy is None:
             return by_scaled, by_rest, None
         of_entropy = by_entropy.double()
-        gap = self.log_p + self.entropy[:, None]
+        entropy = self.measured.entropy
+        gap = self.log_p + entropy[:, None]
         by_scaled = by_scaled - of_entropy[:, None] * torch.where(p == 0, 0, p * gap)
-        gap = self.log_share + self.entropy - self.entropy_of_rest
+        gap = self.log_share + entropy - self.entropy_of_rest
         by_rest = by_rest + torch.where(share == 0, 0, of_entropy * share * gap)
         return by_scaled, by_rest, (of_entropy * share).to(by_entropy.dtype)
 
@@ -148,7 +148,7 @@ class _Whole(NamedTuple):
 def _whole(scaled: Tensor, chunk: Chunk, targets: Tensor, columns: int) -> _Whole:
     """From the columns kept apart, of which the last is a target, and what was measured of the rest."""
     assert chunk.columns is not None
-    rest = chunk.normalizer
+    _, entropy_of_rest, squares, rest = chunk.measured
     place = (chunk.columns == targets[:, None]).int().argmax(1, keepdim=True)
     of_target = scaled.gather(1, place)[:, 0]
     others = torch.logaddexp(divergence.logsumexp(scaled.scatter(1, place, -torch.inf)), rest)
@@ -163,10 +163,13 @@ def _whole(scaled: Tensor, chunk: Chunk, targets: Tensor, columns: int) -> _Whol
     def finished(value: Tensor) -> Tensor:
         return torch.where(is_wrong, torch.nan, torch.where(is_ignored, 0, value))
 
-    entropy_of_rest = chunk.entropy.double()
+    p, share = log_p.exp(), log_share.exp()
+    entropy_of_rest = entropy_of_rest.double()
     entropy = entropy_of_rest
     if len(entropy) > 0:
-        p, share = log_p.exp(), log_share.exp()
         entropy = torch.where(share == 0, 0, share * (entropy - log_share)) - torch.where(p == 0, 0, p * log_p).sum(1)
         entropy = finished(entropy)
-    return _Whole(place, log_p, log_share, entropy_of_rest, finished(logprobs), entropy)
+    if len(squares) > 0:
+        squares = finished(torch.where(share == 0, 0, share * share * squares) + (p * p).sum(1))
+    measured = Measurements(finished(logprobs), entropy, squares, total)
+    return _Whole(place, log_p, log_share, entropy_of_rest, measured)

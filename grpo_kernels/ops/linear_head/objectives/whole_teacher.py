@@ -100,13 +100,13 @@ class WholeTeacherObjective:
         pass
 
     def read(self, chunk: Chunk, tokens: Tokens, upstream: Upstream | None) -> Upstream | None:
-        its = self.its.measure(tokens, False)
+        its = self.its.measure(tokens)
         inputs = DivergenceRows(
             chunk.logits.new_empty(0) if upstream is None else upstream.into,
             chunk.logits,
             its.logits,
-            chunk.normalizer,
-            its.normalizer,
+            chunk.measured.normalizer,
+            its.measured.normalizer,
             self.teacher.shares[tokens],
             chunk.row_temperature,
             *self.products.head.scaling,
