@@ -122,7 +122,7 @@ def test_functions_of_logits(name: str, dtype: torch.dtype) -> None:
         unpatch_trl()
 
 
-@pytest.mark.parametrize("outputs", [(), ("entropy",)], ids=["alone", "entropy"])
+@pytest.mark.parametrize("outputs", [(), ("entropy",), ("log_sum_sq_probs",)], ids=["alone", "entropy", "WPO"])
 @pytest.mark.parametrize(("softcap", "scale", "temperature"), [(None, 1.0, 1.0), (2.0, 1.0, 0.7), (None, 0.5, 1.3)])
 def test_the_head(softcap: float | None, scale: float, temperature: float, outputs: tuple[str, ...]) -> None:
     values = [torch.randn(7, 6), torch.randn(11, 6), torch.randn(11)]
@@ -132,7 +132,7 @@ def test_the_head(softcap: float | None, scale: float, temperature: float, outpu
     def run(function: Any) -> list[Tensor]:
         hidden, weight, bias = (value.clone().requires_grad_() for value in values)
         result = function.apply(hidden, weight, bias, targets, *options)
-        assert [each is not None for each in result] == [True, bool(outputs), False, False, False]
+        assert [each is not None for each in result[1:]] == [name in outputs for name in kernels.OPTIONAL_OUTPUTS]
         kept = [each for each in result if each is not None]
         sum((each.square().sum() for each in kept), start=torch.zeros(())).backward()
         return [each.detach() for each in kept] + [each.grad for each in (hidden, weight, bias)]

@@ -123,12 +123,16 @@ class _Head:
             targets,
             temperature=temperature,
             return_entropy="entropy" in outputs,
+            return_sum_pi_squared="log_sum_sq_probs" in outputs,
         )
-        others: tuple[Tensor | None, ...] = (None, None, None)
-        if extra := [name for name in outputs if name not in ("log_probs", "entropy")]:
+        squares = result.sum_pi_squared
+        if squares is not None:
+            squares = torch.where(squares > 0, squares, 1).log()  # 0 where a target is ignored
+        of_logits: tuple[Tensor | None, ...] = (None, None)
+        if extra := [name for name in outputs if name in ("mean_logits", "is_top1")]:
             with torch.no_grad():
-                others = of_trl(extra)[2:]
-        return result.logprobs, result.entropy, *others
+                of_logits = of_trl(extra)[3:]
+        return result.logprobs, result.entropy, squares, *of_logits
 
 
 def selective_log_softmax(
