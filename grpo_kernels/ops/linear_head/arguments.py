@@ -24,22 +24,15 @@ def check_head(op: str, hidden: Any, lm_head: LMHead, targets: Tensor, temperatu
         raise ValueError(f"{op}: hidden must have shape [..., {width}] for this head, got {list(hidden.shape)}")
     checks.shaped(op, "targets", targets, checks.INTEGERS, hidden.device, hidden.shape[:-1], TOKENS)
     hidden, weight, bias = _of_one_dtype(op, "hidden", "head", hidden, lm_head)
-    a, b, lora_scale = lm_head.lora or (None, None, 1.0)
-    scaling = check_scaling(op, temperature, lm_head.softcap, lm_head.logit_scale, targets, hidden.dtype)
+    scaling = check_scaling(op, temperature, None, 1.0, targets, hidden.dtype)
     row_temperature = scaling.row_temperature
-    return Head(
-        hidden=hidden.reshape(-1, width),
-        weight=weight,
-        bias=bias,
-        lora_a=a,
-        lora_b=b,
+    return lm_head.applied_to(
+        hidden.reshape(-1, width),
+        weight,
+        bias,
         targets=targets.long().reshape(-1).contiguous(),
         row_temperature=None if row_temperature is None else row_temperature.reshape(-1).contiguous(),
-        banned=lm_head.banned,
         temperature=scaling.temperature,
-        softcap=scaling.softcap,
-        logit_scale=scaling.logit_scale,
-        lora_scale=lora_scale,
     )
 
 
@@ -98,15 +91,15 @@ def check_other_head(
     hidden, weight, bias = _of_one_dtype(op, name, name_of_head, hidden, lm_head)
     if weight.dtype != head.hidden.dtype:
         raise TypeError(f"{op}: {name} must be of dtype {head.hidden.dtype} like hidden, got {weight.dtype}")
-    a, b, lora_scale = lm_head.lora or (None, None, 1.0)
-    factors = (hidden.reshape(-1, width), weight, bias, a, b)
-    return dataclasses.replace(
-        head.with_factors(*(None if factor is None else factor.detach() for factor in factors)),
-        banned=lm_head.banned,
-        softcap=lm_head.softcap,
-        logit_scale=lm_head.logit_scale,
-        lora_scale=lora_scale,
+    other = lm_head.applied_to(
+        hidden.reshape(-1, width),
+        weight,
+        bias,
+        targets=head.targets,
+        row_temperature=head.row_temperature,
+        temperature=head.temperature,
     )
+    return other.with_factors(*(None if factor is None else factor.detach() for factor in other.factors))
 
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
