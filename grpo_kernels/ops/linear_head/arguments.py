@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import checks
-from grpo_kernels.ops.linear_head.head import Head, LMHead, Shard
+from grpo_kernels.ops.linear_head.head import Head, LMHead, Shard, head_of
 from grpo_kernels.ops.token_logprobs.arguments import check_scaling, check_targets
 
 FLAGS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)
@@ -26,7 +26,8 @@ def check_head(op: str, hidden: Any, lm_head: LMHead, targets: Tensor, temperatu
     hidden, weight, bias = _of_one_dtype(op, "hidden", "head", hidden, lm_head)
     scaling = check_scaling(op, temperature, None, 1.0, targets, hidden.dtype)
     row_temperature = scaling.row_temperature
-    return lm_head.applied_to(
+    return head_of(
+        lm_head,
         hidden.reshape(-1, width),
         weight,
         bias,
@@ -91,7 +92,8 @@ def check_other_head(
     hidden, weight, bias = _of_one_dtype(op, name, name_of_head, hidden, lm_head)
     if weight.dtype != head.hidden.dtype:
         raise TypeError(f"{op}: {name} must be of dtype {head.hidden.dtype} like hidden, got {weight.dtype}")
-    other = lm_head.applied_to(
+    other = head_of(
+        lm_head,
         hidden.reshape(-1, width),
         weight,
         bias,

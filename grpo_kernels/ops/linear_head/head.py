@@ -80,22 +80,6 @@ class LMHead:
         got = type(head).__name__
         raise TypeError(f"{op}: {name} must be an LMHead or its weight, a tensor, got {got}{way_out}")
 
-    def applied_to(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, **of_tokens: Any) -> Head:
-        """With checked tokens [N, H], and weight and bias as autocast has them."""
-        a, b, scale = self.lora or (None, None, 1.0)
-        return Head(
-            hidden,
-            weight,
-            bias,
-            a,
-            b,
-            banned=self.banned,
-            softcap=self.softcap,
-            logit_scale=self.logit_scale,
-            lora_scale=scale,
-            **of_tokens,
-        )
-
 
 def _positive(name: str, value: object) -> float:
     checks.finite(_WHERE, name, value, minimum=0.0, open_end=True)
@@ -248,6 +232,23 @@ class Head:
     def for_targets_of(self, head: Head) -> Head:
         """The same head for the targets of another one, of the same columns."""
         return dataclasses.replace(self, targets=head.targets, row_temperature=head.row_temperature)
+
+
+def head_of(lm_head: LMHead, hidden: Tensor, weight: Tensor, bias: Tensor | None, **of_tokens: Any) -> Head:
+    """The head on checked tokens [N, H], with weight and bias as autocast has them."""
+    a, b, scale = lm_head.lora or (None, None, 1.0)
+    return Head(
+        hidden,
+        weight,
+        bias,
+        a,
+        b,
+        banned=lm_head.banned,
+        softcap=lm_head.softcap,
+        logit_scale=lm_head.logit_scale,
+        lora_scale=scale,
+        **of_tokens,
+    )
 
 
 class Measurements(NamedTuple):
