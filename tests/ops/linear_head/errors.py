@@ -11,7 +11,7 @@ import grpo_kernels as gk
 from tests.harness import cpu_library
 from tests.ops.error_rows import Call, Errors, Rows, each
 from tests.ops.linear_head.heads import INF, NAN
-from tests.ops.linear_head.policy_loss_cases import CONFIGS
+from tests.ops.linear_head.terms import CONFIGS
 
 HIDDEN, WEIGHT = torch.zeros(2, 3, 5, requires_grad=True), torch.zeros(7, 5, requires_grad=True)
 TARGETS, INTS, TOKENS = torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)

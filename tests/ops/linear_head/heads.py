@@ -6,7 +6,6 @@ What linear_logprobs, linear_distillation_loss and linear_policy_loss add is in 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ import grpo_kernels as gk
 from grpo_kernels.ops.linear_head import loop
 from grpo_kernels.ops.sampled_support import registration as sampled_support
 from tests.harness import runnable_backends
-from tests.ops.promises import Inputs, Results, Same
+from tests.ops.promises import Inputs, Results
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 NAN, INF, IGNORED = math.nan, math.inf, -100
@@ -52,6 +51,8 @@ def draw_head(shape: tuple[int, ...], *features: str, columns: int = 31, width: 
         inputs |= {"lora_a": noise(2, width), "lora_b": 0.3 * noise(columns, 2)}
     if "scaled" in features:
         inputs |= {"softcap": 5.0, "logit_scale": 1.3, "temperature": 0.7}
+    if "steep" in features:
+        inputs["hidden"] *= 5
     if "temperatures" in features:
         inputs["temperature"] = torch.rand(shape, dtype=F64) + 0.5
     if "banned" in features:
@@ -60,6 +61,16 @@ def draw_head(shape: tuple[int, ...], *features: str, columns: int = 31, width: 
     if "ignored" in features:
         inputs["targets"].view(-1)[2::5] = IGNORED
     return inputs
+
+
+def draw_other(prefix: str, head: Inputs, *features: str) -> Inputs:
+    """Hidden states of another width for the tokens of `head`, and a head with a bias and these features."""
+    other = draw_head(head["hidden"].shape[:-1], "bias", *features, columns=len(head["weight"]), width=3)
+    del other["targets"]
+    other.pop("temperature", None)
+    if "scaled" in features:
+        other |= {"softcap": 20.0, "logit_scale": 0.75}
+    return {prefix + name: value for name, value in other.items()}
 
 
 def allowed_by(inputs: Inputs) -> Tensor:
@@ -179,51 +190,9 @@ def head_of(inputs: Inputs, prefix: str = "") -> gk.LMHead | Tensor | None:
 def arguments_of(inputs: Inputs) -> Inputs:
     """Arguments of an op: the head, and inputs that are arguments themselves."""
     fields = {*FIELDS, *(f"ref_{name}" for name in FIELDS), "is_wide"}
-    others = {name: value for name, value in inputs.items() if name not in fields and not name.startswith("teacher_")}
-    return {"head": head_of(inputs)} | others
+    names = [name for name in inputs.keys() - fields if not name.startswith(("teacher_", "by_"))]
+    return {"head": head_of(inputs)} | {name: inputs[name] for name in names}
 
 
 def leaves_of(inputs: Inputs, *frozen: str) -> tuple[str, ...]:
     return tuple(name for name in LEAVES if name in inputs and name not in frozen)
-
-
-# Batches that are written in another way, for test_promises.py
-
-
-def in_calls(inputs: Inputs, parts: list[Tensor], of_rows: bool = False, **others: Any) -> Same:
-    """A call for each of these parts of the flattened tokens, or of the rows.
-
-    The loss of log-probs is a sum of their other results, in another order. Metrics are those of a call.
-    """
-    shape, places = inputs["hidden"].shape[:-1], torch.cat(parts)
-
-    def flat(value: Tensor) -> Tensor:
-        return value if of_rows else value.flatten(0, len(shape) - 1)
-
-    def part(at: Tensor) -> Inputs:
-        tokens = {*OF_TOKENS, *OF_TERMS} & {name for name, value in inputs.items() if isinstance(value, Tensor)}
-        picked = {name: flat(inputs[name])[at] for name in tokens}
-        if "support" in inputs:
-            kept = kept_by(inputs)
-            picked["support"] = support_of([kept[place] for place in at.tolist()])
-        return inputs | picked | others
-
-    def joined(results: list[Results]) -> Results:
-        def of(name: str) -> Tensor:
-            whole = torch.cat([result[name] for result in results])
-            whole = whole.index_copy(0, places, whole)
-            return whole if of_rows else whole.unflatten(0, shape)
-
-        lost = ({"loss"} if "logprobs" in results[0] else set()) | ({"metrics"} if len(parts) > 1 else set())
-        return {
-            name: of(name) if name in OF_TOKEN else sum((r[name] for r in results[1:]), results[0][name])
-            for name in results[0].keys() - lost
-        }
-
-    return Same([part(at) for at in parts], joined)
-
-
-def in_micro_batches(inputs: Inputs, of_rows: bool = False, **others: Any) -> Same:
-    """Two calls; `others` are what they divide by instead of their own numbers."""
-    count = inputs["hidden"].shape[:-1][: 1 if of_rows else None].numel()
-    return in_calls(inputs, list(torch.arange(count).tensor_split(2)), of_rows, **others)

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import grpo_kernels as gk
 from grpo_kernels import registry
 from grpo_kernels.ops.linear_head import products
 from tests.harness import assert_close_to_rounding, cpu_threads, needs_cpu_kernels
+from tests.ops.linear_head.cases import problem
 
 BF16 = torch.bfloat16
 
@@ -78,25 +78,14 @@ def test_numbers_that_are_not_finite_stay_in_their_row() -> None:
 
 
 @needs_cpu_kernels
-@pytest.mark.parametrize("op", ["linear_logprobs", "linear_policy_loss"])
-def test_a_machine_without_units_gets_the_same(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of", ["logprobs", "grpo"])
+def test_a_machine_without_units_gets_the_same(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the rounding of the gradient by the logits, which is a relative 2^-9 of each."""
-    hidden, weight = torch.randn(3, 20, 64).to(BF16), torch.randn(501, 64).to(BF16) / 4
-    targets, old = torch.randint(501, (3, 20)), torch.full((3, 20), -6.0)
-
-    def results(backend: str = "cpu", dtype: torch.dtype = BF16) -> list[Tensor]:
-        leaves = [value.to(dtype, copy=True).requires_grad_() for value in (hidden, weight)]
-        if op == "linear_logprobs":
-            value = gk.linear_logprobs(*leaves, targets, backend=backend).logprobs.sum()
-        else:
-            given = *leaves, targets, old, torch.tensor([1.0, -1, 0.5])
-            value = gk.linear_policy_loss(*given, backend=backend).loss
-        return [value.detach(), *torch.autograd.grad(value, leaves)]
-
-    here = results()
+    case = problem(of, rows=3, width=20, columns=501).rounded(BF16)
+    here = case.run("cpu", BF16)
     monkeypatch.setattr(registry, "HAS_HALF_PRODUCTS", False)
-    assert not products._multiplies_on_cpu(weight)
-    there = results()
-    assert_close_to_rounding(here[0], there[0], lambda: results("reference", torch.float32)[0])
-    for a, b in zip(here[1:], there[1:], strict=True):
-        assert (a.float() - b.float()).norm() < 2**-8 * b.float().norm()
+    assert not products._multiplies_on_cpu(case.inputs["weight"].to(BF16))
+    there = case.run("cpu", BF16)
+    assert_close_to_rounding(here["loss"], there["loss"], lambda: case.run("reference", torch.float32)["loss"])
+    for name in ("d_hidden", "d_weight"):
+        assert (here[name].float() - there[name].float()).norm() < 2**-8 * there[name].float().norm()

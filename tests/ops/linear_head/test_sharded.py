@@ -9,7 +9,6 @@ ranks; a DTensor whose other rows are ignored.
 from __future__ import annotations
 
 import datetime
-import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +23,10 @@ from grpo_kernels.ops.linear_head.head import Shard
 from grpo_kernels.ops.linear_head.sizes import tokens_per_chunk
 from tests.communication import Communication
 from tests.harness import assert_within_budget, cpu_threads, quick
-from tests.ops.linear_head import cases
-from tests.ops.linear_head import distillation_cases as distillation
+from tests.ops.linear_head.cases import Problem, certain, digits_of, problem
 from tests.ops.linear_head.heads import EXACT, F32, F64, IGNORED, LEAVES, NAN, assert_close
-from tests.ops.linear_head.policy_loss_cases import problem, takes_part
-from tests.ops.promises import Inputs, Op, Results, run
+from tests.ops.linear_head.terms import takes_part
+from tests.ops.promises import Inputs, Results, assert_same_bits, evaluated, run
 from tests.rounding import Moves
 
 pytestmark = pytest.mark.skipif(
@@ -39,97 +37,69 @@ pytestmark = pytest.mark.skipif(
 SHARES = {2: (12, 19), 4: (1, 5, 21, 4)}
 TOKENS, COLUMNS = 14, 31
 SPLIT = ("weight", "bias", "lora_b", "ref_weight", "ref_bias", "ref_lora_b")
-# Log-probs of the likeliest token, up to where float64 has four digits of 1 - p left.
-CERTAIN = torch.tensor([1e-3, 1e-6, 1e-9, 1e-12], dtype=F64)
 
 
-def of_logprobs(*features: str, frozen: tuple[str, ...] = (), **changes: Any) -> Op:
-    """Targets at both ends of both shards, ignored ones, and tokens without a gradient."""
-    torch.manual_seed(4)
-    inputs = cases.draw((TOKENS,), "bias", *features, columns=COLUMNS, width=5)
-    if "banned" not in features:
-        inputs["targets"][:4] = torch.tensor([0, 11, 12, 30])
-    inputs["targets"][5::4] = IGNORED
-    for name in ("by_logprobs", "by_entropy"):
-        inputs[name][::5] = 0
-    inputs = {name: value for name, value in (inputs | changes).items() if name != "by_entropy" or value is not None}
-    return cases.op_of(inputs, *frozen)
+# Each with its features and options; of log-probs with changes of the batch.
+EVERYTHING = "bias, gaps, ignored, lora, scaled, banned, policy_mask"
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("logprobs, bias", {}),
+    "chunks": ("logprobs, bias, temperatures", {"chunk_size": 3}),
+    "adapter": ("logprobs, bias, lora", {"chunk_size": 4}),
+    "adapter alone": ("logprobs, lora", {}),
+    "banned": ("logprobs, bias, banned, scaled", {}),
+    "a banned shard": ("logprobs", {"banned": torch.arange(30, 11, -1), "targets": torch.arange(14) % 12}),
+    "positions": ("logprobs, bias", {"positions": torch.tensor([7, 0, 3, 12])}),
+    "no tokens": ("logprobs, bias", {"positions": torch.zeros(0).long()}),
+    "no entropy": ("logprobs, no entropy", {}),
+    "default group": ("logprobs", {"process_group": None}),
+    "a masked shard": ("logprobs", {"bias": torch.arange(31).double().masked_fill(torch.arange(31) >= 12, -math.inf)}),
+    "a bad token": ("logprobs, bias", {}),
+    "certain, here": ("certain", {"column": 5, "offset": 0.0}),
+    "certain, there": ("certain", {"column": 20, "offset": 0.0}),
+    "certain, far from 0": ("certain", {"column": 20, "offset": 40.0}),
+}
+LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "loss in chunks": ("dapo, bias, gaps", {"chunk_size": 4}),
+    "loss in its own chunks": ("dapo, bias, packed", {}),
+    "loss of all tokens": ("dapo, bias", {"chunk_size": 4, "compact": False}),
+    "loss with entropy": ("entropy, temperatures, positions", {"chunk_size": 5}),
+    "loss with everything": (f"sequence, {EVERYTHING}", {"chunk_size": 14}),
+    "loss in low memory": (f"dapo, {EVERYTHING}", {"chunk_size": 4, "memory": "low"}),
+    "reference head": ("dapo, ref_head, bias, banned", {"chunk_size": 4}),
+    "reference head in low memory": ("dapo, ref_hidden, lora", {"chunk_size": 4, "memory": "low"}),
+}
+# On every rank whole, as DTensors.
+WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "whole log-probs": ("logprobs, lora", {}),
+    "whole support": ("logprobs, bias, scaled, support", {}),
+    "whole loss": ("dapo, bias, lora, ref_hidden", {}),
+    "whole distillation": ("distillation, bias, lora", {}),
+}
+RUNS = [(case, "cpu", F64) for case in (*CASES, *LOSSES)]
+RUNS += [(case, "reference", F64) for case in ("adapter", "banned", "a masked shard", "loss with everything")]
+RUNS += [(case, "cpu", F32) for case in CASES if case in ("plain", "chunks", "adapter") or "certain" in case]
 
 
-def of_loss(config: str, *features: str, **options: Any) -> Op:
+def drawn(case: str, **changes: Any) -> Problem:
+    """Log-probs have targets at both ends of both shards, ignored ones, and tokens without a gradient."""
     torch.manual_seed(3)
-    return problem(config, *features, **options).op
-
-
-def certain(column: int, offset: float) -> Op:
-    """One id has nearly all of the probability, as given by CERTAIN; the others share the rest equally."""
-    rest = CERTAIN.log() - math.log(COLUMNS - 1)
-    weight = torch.tensor([[1.0, 0.0]], dtype=F64).repeat(COLUMNS, 1)
-    weight[column] = torch.tensor([0.0, 1.0])
-    hidden = torch.stack([(rest + offset), torch.full_like(rest, offset)], 1).float().double()
-    inputs = {"hidden": hidden, "targets": torch.full((4,), column), "weight": weight}
-    inputs |= {"by_logprobs": torch.ones(4).double(), "by_entropy": torch.ones(4).double()}
-    return cases.op_of(inputs)
-
-
-def without_columns(first: int) -> Op:
-    """The logits of the last columns are -inf by the bias."""
-    op = of_logprobs()
-    inputs = op.draw()
-    inputs["bias"][first:] = -math.inf
-    inputs["targets"] = torch.where(inputs["targets"] >= first, 3, inputs["targets"])
-    return op
-
-
-def with_nan() -> Op:
-    op = of_logprobs()
-    op.draw()["hidden"][2, 1] = NAN
-    return op
-
-
-EVERYTHING = ("bias", "gaps", "ignored", "lora", "scaled", "banned", "policy_mask")
-CASES: dict[str, Callable[[], Op]] = {
-    "plain": of_logprobs,
-    "chunks": functools.partial(of_logprobs, chunk_size=3),
-    "scaled": functools.partial(of_logprobs, "scaled"),
-    "adapter": functools.partial(of_logprobs, "lora", chunk_size=4),
-    "adapter alone": functools.partial(of_logprobs, "lora", frozen=("hidden", "weight", "bias")),
-    "banned": functools.partial(of_logprobs, "banned", "scaled"),
-    "a banned shard": functools.partial(of_logprobs, banned=torch.arange(30, 11, -1), targets=torch.arange(14) % 12),
-    "temperatures": functools.partial(of_logprobs, "temperatures", chunk_size=4),
-    "positions": functools.partial(of_logprobs, positions=torch.tensor([7, 0, 3, 12])),
-    "mask": functools.partial(of_logprobs, positions=torch.arange(TOKENS) % 3 == 0),
-    "all ignored": functools.partial(of_logprobs, targets=torch.full((TOKENS,), IGNORED)),
-    "no tokens": functools.partial(of_logprobs, positions=torch.zeros(0).long()),
-    "no entropy": functools.partial(of_logprobs, by_entropy=None),
-    "default group": functools.partial(of_logprobs, process_group=None),
-    "frozen hidden": functools.partial(of_logprobs, frozen=("hidden",)),
-    "frozen weight": functools.partial(of_logprobs, frozen=("weight", "bias")),
-    "padded": functools.partial(without_columns, COLUMNS - 4),
-    "a masked shard": functools.partial(without_columns, SHARES[2][0]),
-    "a bad token": with_nan,
-    "certain, here": functools.partial(certain, 5, 0.0),
-    "certain, there": functools.partial(certain, 20, 0.0),
-    "certain, far from 0": functools.partial(certain, 20, 40.0),
-}
-LOSSES: dict[str, Callable[[], Op]] = {
-    "loss in chunks": functools.partial(of_loss, "dapo", "bias", "gaps", chunk_size=4),
-    "loss in its own chunks": functools.partial(of_loss, "dapo", "bias", "packed"),
-    "loss of all tokens": functools.partial(of_loss, "dapo", "bias", chunk_size=4, compact=False),
-    "loss with entropy": functools.partial(of_loss, "entropy", "temperatures", "positions", chunk_size=5),
-    "loss with everything": functools.partial(of_loss, "sequence", *EVERYTHING, chunk_size=14),
-    "loss in low memory": functools.partial(of_loss, "dapo", *EVERYTHING, chunk_size=4, memory="low"),
-    "rows longer than a chunk": functools.partial(of_loss, "sequence", "shared", chunk_size=4),
-    "reference head": functools.partial(of_loss, "dapo", "ref_head", "bias", chunk_size=4),
-    "reference head in low memory": functools.partial(
-        of_loss, "dapo", "ref_hidden", "lora", chunk_size=4, memory="low"
-    ),
-}
-NOTHING = ("all ignored", "no tokens")
-ALL = CASES | LOSSES
-RUNS = [(case, "cpu", F64) for case in ALL]
-RUNS += [(case, "reference", F64) for case in ("plain", "adapter", "banned", "a masked shard", "loss with everything")]
-RUNS += [(case, "cpu", F32) for case in CASES if case in ("plain", "scaled", "chunks", "adapter") or "certain" in case]
+    words, options = (CASES | LOSSES | WHOLE)[case]
+    of, *features = words.split(", ")
+    if of == "certain":
+        return certain(**options)
+    if of != "logprobs" or case in WHOLE:
+        return problem(of, *features, **options).but(**changes)
+    drawn = problem(of, *features, shape=(TOKENS,))
+    if "banned" not in features:
+        drawn.inputs["targets"][:4] = torch.tensor([0, 11, 12, 30])
+    if case == "a masked shard":
+        drawn.inputs["targets"] %= SHARES[2][0]
+    if case == "a bad token":
+        drawn.inputs["hidden"][2, 1] = NAN
+    drawn.inputs["targets"][5::4] = IGNORED
+    drawn.inputs["by_logprobs"][::5] = 0
+    frozen = ("hidden", "weight") if case == "adapter alone" else ()
+    return drawn.but(**options | changes)._replace(frozen=frozen)
 
 
 # A rank
@@ -146,9 +116,9 @@ def of_rank(inputs: Inputs, rank: int) -> Inputs:
 
 
 def sharded(case: str, backend: str, dtype: torch.dtype, rank: int) -> dict[str, Any]:
-    op = ALL[case]()
+    whole = drawn(case)
     with Communication() as communication:
-        results = run(op, of_rank(op.draw(), rank), backend, dtype)
+        results = run(whole.op, of_rank(whole.inputs, rank), backend, dtype)
     return results | {"sent": communication.take()}
 
 
@@ -161,26 +131,25 @@ def message_of(call: Callable[[], object]) -> str:
 
 
 def wrong_targets(rank: int) -> dict[str, str]:
-    def message(op: Op, **changes: Any) -> str:
-        given = of_rank(op.draw(), rank)
-        for target in changes.pop("targets", ()):
-            given["targets"][given["targets"] == 12] = target
-        return message_of(lambda: run(op, given | changes, "cpu", F64))
+    def message(case: Problem, target: int = 12, **changes: Any) -> str:
+        given = of_rank(case.inputs, rank) | changes
+        given["targets"][given["targets"] == 12] = target
+        return message_of(lambda: run(case.op, given, "cpu", F64))
 
     # with "overlap" all shards begin at 0, so each target lies in all of them or in none
-    return {str(target): message(of_logprobs(), targets=[target]) for target in (-1, COLUMNS, -99)} | {
-        "overlap": message(of_logprobs(), vocab_start=0),
-        "banned": message(of_logprobs(), banned=torch.tensor([30, 12])),
-        "loss": message(of_loss("grpo"), vocab_start=0),
+    return {str(target): message(drawn("plain"), target) for target in (-1, COLUMNS, -99)} | {
+        "overlap": message(drawn("plain"), vocab_start=0),
+        "banned": message(drawn("plain"), banned=torch.tensor([30, 12])),
+        "loss": message(drawn("loss of all tokens"), vocab_start=0),
     }
 
 
 def added_weight_gradient(rank: int) -> Tensor:
-    op = ALL["loss in chunks"]()
-    inputs = of_rank(op.draw(), rank)
+    case = drawn("loss in chunks")
+    inputs = of_rank(case.inputs, rank)
     inputs["weight"].requires_grad_()
     inputs["weight_grad"] = torch.zeros_like(inputs["weight"])
-    op.call(inputs, "cpu")["loss"].backward()
+    case.op.call(inputs, "cpu")["loss"].backward()
     return inputs["weight_grad"]
 
 
@@ -194,56 +163,31 @@ def chunk_sizes(rank: int) -> list[int]:
 # DTensors
 
 
-WHOLE: dict[str, Callable[[], Op]] = {
-    "logprobs": functools.partial(of_logprobs, "lora"),
-    "support": lambda: cases.op_of(cases.drawn("bias", "scaled", "support")),
-    "loss": functools.partial(of_loss, "dapo", "bias", "lora", "ref_hidden"),
-    "low memory": functools.partial(of_loss, "dapo", "bias", "lora", "ref_hidden", memory="low"),
-    "distillation": lambda: distillation.op_of(distillation.draw("bias", "lora")),
-}
+def as_dtensors(call: str, mesh: Any, place: Any) -> Results:
+    from torch.distributed.tensor import distribute_tensor
 
-
-def differentiated(op: Op, inputs: Inputs, leaves: dict[str, Tensor]) -> Results:
-    loss = op.call(inputs, "cpu")["loss"]
-    gradients = torch.autograd.grad(loss, list(leaves.values()))
-    return {"loss": loss.detach()} | {f"d_{name}": by for name, by in zip(leaves, gradients, strict=True)}
-
-
-def in_one_process(call: str) -> Results:
-    torch.manual_seed(3)
-    op = WHOLE[call]()
-    inputs = op.draw()
-    return differentiated(op, inputs, {name: inputs[name].requires_grad_() for name in op.leaves})
-
-
-def as_dtensors(call: str, mesh: Any) -> Results:
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    torch.manual_seed(3)
-    op = WHOLE[call]()
-    inputs = op.draw()
-    names = [name for name in (*op.leaves, "ref_hidden") if name in inputs]
-    given: Inputs = {name: distribute_tensor(inputs[name], mesh, [Replicate()]) for name in names}
-    leaves = {name: given[name].requires_grad_() for name in op.leaves}
+    case = drawn(call)
+    names = [name for name in (*case.op.leaves, "ref_hidden") if name in case.inputs]
+    given: Inputs = {name: distribute_tensor(case.inputs[name], mesh, [place]) for name in names}
+    for name in case.op.leaves:
+        given[name].requires_grad_()
     with Communication() as communication:
-        results = differentiated(op, inputs | given, leaves)
-    assert communication.take() == [] and not hasattr(results["loss"], "placements")
-    return {name: value.to_local() if name != "loss" else value for name, value in results.items()}
+        results = evaluated(case.op, case.inputs | given, "cpu")
+    assert communication.take() == []
+    return {name: value.to_local() if name.startswith("d_") else value for name, value in results.items()}
 
 
 def refused_dtensors(mesh: Any) -> dict[str, str]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    op = WHOLE["loss"]()
-    inputs = op.draw()
+    case = drawn("whole loss")
+    inputs = case.inputs | {"weight_grad": torch.zeros(COLUMNS, 5, dtype=F64)}
     messages = {}
-    for name in (*LEAVES, "ref_hidden", "targets"):
-        place = Replicate() if name == "targets" else Shard(0)
-        changed = inputs | {name: distribute_tensor(inputs[name], mesh, [place])}
-        messages[name] = message_of(lambda given=changed: op.call(given, "cpu"))  # type: ignore[misc]
-    inputs["weight"].requires_grad_()
-    total = distribute_tensor(torch.zeros(COLUMNS, 5, dtype=F64), mesh, [Replicate()])
-    return messages | {"weight_grad": message_of(lambda: op.call(inputs | {"weight_grad": total}, "cpu"))}
+    for name in (*LEAVES, "ref_hidden", "targets", "weight_grad"):
+        place = Replicate() if name in ("targets", "weight_grad") else Shard(0)
+        changed = case.inputs | {name: distribute_tensor(inputs[name], mesh, [place])}
+        messages[name] = message_of(lambda given=changed: case.op.call(given, "cpu"))  # type: ignore[misc]
+    return messages
 
 
 # Processes
@@ -251,6 +195,7 @@ def refused_dtensors(mesh: Any) -> dict[str, str]:
 
 def worker(rank: int, size: int, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
 
     from grpo_kernels import backends
 
@@ -261,7 +206,7 @@ def worker(rank: int, size: int, folder: str) -> None:
     found: dict[Any, Any] = {key: sharded(*key, rank) for key in RUNS}
     found |= {"wrong": wrong_targets(rank), "weight_grad": added_weight_gradient(rank), "sizes": chunk_sizes(rank)}
     mesh = init_device_mesh("cpu", (size,))
-    found |= {("whole", call): as_dtensors(call, mesh) for call in WHOLE}
+    found |= {call: as_dtensors(call, mesh, Replicate()) for call in WHOLE}
     torch.save(found | {"refused": refused_dtensors(mesh)}, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -287,41 +232,34 @@ def joined(found: list[dict[str, Any]]) -> Results:
 
 @pytest.mark.parametrize(("case", "backend", "dtype"), RUNS, ids=str)
 def test_it_is_what_one_process_gets(ranks: list[dict[Any, Any]], case: str, backend: str, dtype: torch.dtype) -> None:
-    op = ALL[case]()
-    inputs = op.draw()
-    got = joined([rank[case, backend, dtype] for rank in ranks])
-    gold, working = (run(op, inputs, "reference", kind) for kind in (F64, dtype))
-    moves = Moves(lambda: run(op, inputs, "reference", F64), gold)
-    for name, value in gold.items():
-        assert value.any() or case in NOTHING or name == "loss", name
-        if dtype == F32:
-            assert got[name].dtype == dtype
-            assert_within_budget(got[name], working[name], value, name, moves=moves)
+    whole, got = drawn(case), joined([rank[case, backend, dtype] for rank in ranks])
+    gold, working = (whole.run("reference", kind) for kind in (F64, dtype))
+    assert case == "no tokens" or all(value.any() for name, value in gold.items() if name != "loss")
     if dtype == F64:
         assert_close(got, gold, rtol=1e-10, atol=1e-12)
+        return
+    moves = Moves(lambda: whole.run("reference"), gold)
+    for name, value in gold.items():
+        assert got[name].dtype == dtype
+        assert_within_budget(got[name], working[name], value, name, moves=moves)
 
 
 @pytest.mark.parametrize("dtype", [F64, F32], ids=str)
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("certain")])
 def test_certain_tokens_keep_their_digits(ranks: list[dict[Any, Any]], case: str, dtype: torch.dtype) -> None:
-    hidden = CASES[case]().draw()["hidden"]
-    gold = -torch.log1p((COLUMNS - 1) * (hidden[:, 0] - hidden[:, 1]).exp())  # the gap that rounding leaves
+    gold = digits_of(drawn(case))["logprobs"]
     for rank in ranks:
         got = rank[case, "cpu", dtype]["logprobs"].double()
         torch.testing.assert_close(got, gold, rtol=1e-5 if dtype == F32 else 1e-11, atol=0)
-    assert (gold < 0).all() and gold[-1] > -2e-12
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_ranks_send(ranks: list[dict[Any, Any]], case: str) -> None:
     """Two numbers a token and rank, a third for the entropy, and the gradients of what all ranks have."""
-    op = CASES[case]()
-    inputs = op.draw()
-    count = len(ranks[0][case, "cpu", F64]["logprobs"]) if case != "mask" else int(inputs["positions"].sum())
-    backward = [inputs[name].numel() for name in ("hidden", "lora_a") if name in op.leaves]
-    if "positions" in inputs:
-        backward[0] = count * 5
-    each = 2 if case == "no entropy" else 3
+    whole, count = drawn(case), len(ranks[0][case, "cpu", F64]["logprobs"])
+    backward = {"hidden": count * whole.inputs["hidden"].shape[-1], "lora_a": 10}
+    backward = [size for name, size in backward.items() if name in whole.op.leaves]
+    each = 3 if "by_entropy" in whole.inputs else 2
     for rank in ranks:
         sent = rank[case, "cpu", F64]["sent"]
         assert [size for _, size in sent] == [8 * numbers for numbers in (each * len(ranks) * count, *backward)]
@@ -334,7 +272,7 @@ def test_what_the_ranks_of_a_loss_send(ranks: list[dict[Any, Any]]) -> None:
     def sent(case: str) -> list[int]:
         return [size for _, size in ranks[0][case, "cpu", F64]["sent"]]
 
-    inputs, size = LOSSES["loss in chunks"]().draw(), len(ranks)
+    inputs, size = drawn("loss in chunks").inputs, len(ranks)
     counts = takes_part(inputs)
     *chunks, of_hidden = sent("loss in chunks")
     assert sum(chunks) == 8 * 2 * size * int(counts.sum())
@@ -345,8 +283,7 @@ def test_what_the_ranks_of_a_loss_send(ranks: list[dict[Any, Any]]) -> None:
 
 
 def test_the_weight_gradient_is_added_to_a_tensor(ranks: list[dict[Any, Any]]) -> None:
-    op = ALL["loss in chunks"]()
-    want = run(op, op.draw(), "cpu", F64)["d_weight"]
+    want = drawn("loss in chunks").run("cpu")["d_weight"]
     torch.testing.assert_close(torch.cat([rank["weight_grad"] for rank in ranks]), want, rtol=1e-9, atol=1e-11)
 
 
@@ -370,11 +307,9 @@ def test_a_target_that_is_no_column_of_one_rank(ranks: list[dict[Any, Any]]) -> 
 @pytest.mark.parametrize("call", WHOLE)
 def test_whole_dtensors_are_this_ranks_tensors(ranks: list[dict[Any, Any]], call: str) -> None:
     with cpu_threads(1):  # as the ranks have, with which products have other bits on some CPUs
-        expected = in_one_process(call)
+        expected = drawn(call).run("cpu")
     for rank in ranks:
-        assert rank["whole", call].keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.equal(rank["whole", call][name], value) and value.any(), name
+        assert_same_bits(rank[call], expected)
 
 
 def test_split_dtensors_are_refused(ranks: list[dict[Any, Any]]) -> None:
@@ -390,19 +325,15 @@ def test_split_dtensors_are_refused(ranks: list[dict[Any, Any]]) -> None:
 
 
 def test_every_placement_is_whole_on_one_rank(alone: Any) -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Shard
 
-    op = WHOLE["logprobs"]()
-    inputs = op.draw()
-    tensors = {name: distribute_tensor(inputs[name], alone, [Shard(0)]) for name in LEAVES}
-    assert torch.equal(op.call(inputs | tensors, "cpu")["loss"], in_one_process("logprobs")["loss"])
+    assert_same_bits(as_dtensors("whole log-probs", alone, Shard(0)), drawn("whole log-probs").run("cpu"))
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("features", "rule"), [("teacher", "with teacher, whose ids"), ("support", "with support")])
 def test_a_split_head_and_a_teacher_or_a_support(features: str, rule: str) -> None:
     """The ids may be columns of any rank."""
-    op = of_loss("grpo", features)
-    inputs = op.draw()
+    case = problem("grpo", features)
     with pytest.raises(ValueError, match=f"^linear_policy_loss: head.vocab_start must be None {rule}"):
-        op.call(inputs | {"vocab_start": 0}, "cpu")
+        case.op.call(case.inputs | {"vocab_start": 0}, "cpu")

@@ -20,14 +20,11 @@ import grpo_kernels as gk
 from grpo_kernels import backends, registry
 from grpo_kernels.ops.linear_head.loop import RUN
 from tests.harness import INDUCTOR, assert_close_to_rounding, device_of, needs_cpu_kernels
-from tests.ops.linear_head import cases, heads
-from tests.ops.linear_head import distillation_cases as distillation
-from tests.ops.linear_head import policy_loss_cases as losses
+from tests.ops.linear_head import heads
+from tests.ops.linear_head.cases import OPS, problem
 from tests.ops.linear_head.heads import BF16, F32, F64, assert_close
-from tests.ops.linear_head.policy_loss_cases import problem
 from tests.ops.promises import Inputs, Op, Results, assert_same_bits, placed, run
 
-OPS = cases.OPS | distillation.OPS | losses.OPS
 on_ops = pytest.mark.parametrize("name", OPS)
 
 
@@ -59,23 +56,15 @@ def test_the_reference_model_gets_no_gradient(backend: str, memory: str) -> None
 # A tensor that the gradient of the weight is added to
 
 
-def of_loss(*features: str) -> Op:
-    return problem("dapo", "bias", *features, rows=2, chunk_size=5).op
-
-
-def of_teacher(*features: str) -> Op:
-    return distillation.op_of(distillation.draw("bias", "lora", *features))
-
-
-ADDED: dict[str, Callable[[], Op]] = {
-    "loss": of_loss,
-    "shared positions": lambda: of_loss("shared"),
-    "teacher": lambda: of_loss("teacher"),
-    "support": lambda: of_loss("support"),
-    "support and teacher": lambda: of_loss("support", "teacher"),
-    "adapter": lambda: of_loss("lora"),
-    "distillation": of_teacher,
-    "whole distillation": lambda: of_teacher("whole"),
+ADDED = {
+    "loss": ("dapo",),
+    "shared positions": ("dapo", "shared"),
+    "teacher": ("dapo", "teacher"),
+    "support": ("dapo", "support"),
+    "support and teacher": ("dapo", "support", "teacher"),
+    "adapter": ("dapo", "lora"),
+    "distillation": ("distillation", "lora"),
+    "whole distillation": ("distillation", "lora", "whole"),
 }
 
 
@@ -84,7 +73,7 @@ ADDED: dict[str, Callable[[], Op]] = {
 @pytest.mark.parametrize("backend", heads.KERNELS)
 def test_the_weight_gradient_is_added_to_a_tensor(backend: str, name: str) -> None:
     """Over two calls, in several chunks."""
-    op = ADDED[name]()
+    op = problem(*ADDED[name], "bias", rows=2, chunk_size=5).op
     given = on_device(op, backend, *op.leaves)
 
     def reference() -> Results:
@@ -103,13 +92,11 @@ def test_the_weight_gradient_is_added_to_a_tensor(backend: str, name: str) -> No
 
 @needs_cpu_kernels
 @pytest.mark.parametrize("into", [F32, BF16], ids=str)
-@pytest.mark.parametrize("features", [(), ("support",)], ids=str)
-def test_a_weight_gradient_of_a_half_is_added_up_in_either_dtype(features: tuple[str, ...], into: torch.dtype) -> None:
-    case = problem("grpo", "bias", *features).rounded(BF16)
+def test_a_weight_gradient_of_a_half_is_added_up_in_either_dtype(into: torch.dtype) -> None:
+    """Over a support, which takes whole rows alone."""
+    case = problem("grpo", "bias", "support").rounded(BF16)
     given = placed(case.op, case.inputs, BF16, lambda value: value)
     total = torch.zeros(31, 5, dtype=into)
-    if not features:  # a support needs whole rows, the others take any strides
-        total = torch.zeros(5, 31, dtype=into).T
     case.op.call(given | {"weight_grad": total}, "cpu")["loss"].backward()
     expected = case.run("cpu", BF16)["d_weight"].to(into)
     # one chunk: the float32 sum is rounded once, and its factors are rounded to half precision before
@@ -119,7 +106,7 @@ def test_a_weight_gradient_of_a_half_is_added_up_in_either_dtype(features: tuple
 
 @needs_cpu_kernels
 def test_a_loss_whose_weight_gradient_was_added_must_not_be_scaled() -> None:
-    op = of_loss()
+    op = problem("dapo", "bias").op
     given = on_device(op, "cpu", "weight")
     loss = op.call(given | {"weight_grad": torch.zeros(31, 5, dtype=F64)}, "cpu")["loss"]
     with pytest.raises(RuntimeError, match="linear_policy_loss: the loss must be given to backward unscaled"):
@@ -150,12 +137,11 @@ def test_autocast_is_casting_by_hand(backend: str, name: str) -> None:
 
 @on_ops
 def test_autocast_leaves_float64_alone(name: str) -> None:
-    op = OPS[name]
-    inputs = op.draw()
+    inputs = OPS[name].draw()
     with torch.autocast("cpu", torch.bfloat16):
-        inside = run(op, inputs, "reference", F64)
+        inside = run(OPS[name], inputs, "reference", F64)
     assert inside["loss"].dtype == F64
-    assert_same_bits(inside, run(op, inputs, "reference", F64))
+    assert_same_bits(inside, run(OPS[name], inputs, "reference", F64))
 
 
 # Graphs
@@ -163,43 +149,13 @@ def test_autocast_leaves_float64_alone(name: str) -> None:
 
 def test_a_graph_for_any_number_of_tokens() -> None:
     torch.compiler.reset()
-    head = heads.cast(cases.draw((20,), "bias"), F32)
-
-    def loss(hidden: Tensor, targets: Tensor, backend: str | None = None) -> Tensor:
-        lm_head = gk.LMHead(head["weight"], head["bias"])
-        options = {"chunk_size": 3, "backend": backend}
-        return gk.linear_logprobs(hidden * 2, lm_head, targets, **options).logprobs.square().sum()
-
-    def gradient(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(loss(hidden, targets, "reference"), hidden)
-
-    compiled = torch.compile(loss, fullgraph=True, backend=INDUCTOR, dynamic=True)
-    for tokens in (4, 7, 20):
-        hidden, targets = head["hidden"][:tokens].clone().requires_grad_(), head["targets"][:tokens].clone()
-        with torch.compiler.set_stance("default" if tokens == 4 else "fail_on_recompile"):
-            got = torch.autograd.grad(compiled(hidden, targets), hidden)
-        reference = functools.partial(gradient, hidden, targets)
-        assert_close_to_rounding(got, reference(), reference)
-
-
-def test_a_graph_of_packed_rows_with_ratios_of_sequences() -> None:
-    """In several chunks, whose bounds would depend on the lengths."""
-    torch.compiler.reset()
-    hidden, weight, targets = torch.randn(12, 5), torch.randn(9, 5, requires_grad=True), torch.randint(9, (12,))
-    config, bounds = gk.LossConfig(ratio="sequence"), torch.tensor([0, 5, 12])
-
-    def loss(hidden: Tensor, backend: str | None = None) -> Tensor:
-        old, advantages = torch.full((12,), -2.0), torch.tensor([1.0, -1.0])
-        options = {"config": config, "cu_seqlens": bounds, "chunk_size": 4, "backend": backend}
-        return gk.linear_policy_loss(hidden, weight, targets, old, advantages, **options).loss
-
-    compiled = torch.compile(loss, fullgraph=True, backend="eager")
-    got = torch.autograd.grad(compiled(hidden), weight)
-
-    def reference() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(loss(hidden, "reference"), weight)
-
-    assert_close_to_rounding(got, reference(), reference)
+    op = problem("logprobs", "bias", shape=(20,), chunk_size=3).op
+    compiled = dataclasses.replace(op, call=torch.compile(op.call, fullgraph=True, backend=INDUCTOR, dynamic=True))
+    for count in (4, 7, 20):
+        inputs = {name: value[:count] if name in heads.OF_TOKENS else value for name, value in op.draw().items()}
+        with torch.compiler.set_stance("default" if count == 4 else "fail_on_recompile"):
+            got = run(compiled, inputs, None, F32)
+        assert_near(got, functools.partial(run, op, inputs, "reference", F64))
 
 
 @pytest.mark.gpu
@@ -218,13 +174,9 @@ def test_a_graph_without_the_cuda_kernel_of_the_loss(monkeypatch: pytest.MonkeyP
 
 def test_a_mask_of_positions_breaks_the_graph_and_keeps_the_results() -> None:
     torch.compiler.reset()
-    inputs = heads.cast(cases.drawn("bias"), F32) | {"positions": torch.arange(20).view(4, 5) % 3 == 0}
-    compiled = torch.compile(lambda given: cases.call(given, None)["logprobs"], backend=INDUCTOR)
-
-    def reference() -> Tensor:
-        return cases.call(inputs, "reference")["logprobs"]
-
-    assert_close_to_rounding(compiled(inputs), reference(), reference)
+    op = problem("logprobs", "bias", "positions mask").op
+    compiled = dataclasses.replace(op, call=torch.compile(op.call, backend=INDUCTOR))
+    assert_near(run(compiled, op.draw(), None, F32), lambda: run(op, op.draw(), "reference", F64))
 
 
 @pytest.mark.parametrize("backend", ["eager", INDUCTOR])
@@ -259,11 +211,11 @@ def test_errors_under_compile(backend: str) -> None:
 @pytest.mark.parametrize("name", ["linear_policy_loss", "linear_distillation_loss"])
 def test_opcheck_of_the_ops_that_graphs_call(name: str) -> None:
     """Eager calls run the same functions, but not as ops."""
-    if name == "linear_policy_loss":
-        features = ("bias", "lora", "gaps", "policy_mask", "is_weights", "return_entropy")  # no metric is NaN
-        op = problem("sequence", *features, chunk_size=14).op
-    else:
-        op = of_teacher()
+    of, *features = {
+        "linear_policy_loss": ("sequence", "gaps", "policy_mask", "is_weights", "return_entropy"),  # no metric is NaN
+        "linear_distillation_loss": ("distillation",),
+    }[name]
+    op = problem(of, "bias", "lora", *features, chunk_size=14).op
     with mock.patch.object(RUN, "_run", wraps=RUN._run) as computed:
         run(op, op.draw(), "cpu", F32)
     flat = RUN.layout.flat(computed.call_args_list[0].args[1])

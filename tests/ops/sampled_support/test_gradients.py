@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from grpo_kernels.ops.sampled_support import reference
-from tests.ops.linear_head import cases, heads
+from tests.ops.linear_head import heads
+from tests.ops.linear_head.cases import KEPT, TABLE, Problem, assert_within_budgets, problem
 from tests.ops.linear_head.heads import BF16, F32, F64, IGNORED, INF, NAN, OVER_SUPPORT
-from tests.ops.linear_head.policy_loss_cases import problem
 from tests.ops.linear_head.test_torch import assert_near, on_device
-from tests.ops.promises import Inputs, Results, run
+from tests.ops.promises import Results, run
 
 PIECE = 256  # entries that one program of Triton adds up
 # Of the ids after two that all rows keep, how many rows keep each; rows, and others without a target.
@@ -32,15 +32,15 @@ COUNTS = {
 KERNELS = [backend for backend in OVER_SUPPORT if backend != "reference"]
 
 
-def drawn(name: str, width: int) -> Inputs:
+def drawn(name: str, width: int) -> Problem:
     torch.manual_seed(len(name))
     counts, rows, others = COUNTS[name]
     kept = [torch.randperm(rows) < count for count in (rows, rows, *counts)]
     kept = torch.cat((torch.stack(kept, 1), torch.rand(others, len(kept)) < 0.8))
-    inputs = cases.draw((rows + others,), "bias", columns=len(counts) + 2, width=width)
-    inputs["targets"] = torch.where(torch.arange(rows + others) < rows, 1, IGNORED)
-    inputs["hidden"][rows:] = NAN
-    return inputs | {"support": heads.support_of([row.nonzero()[:, 0].flip(0) for row in kept])}
+    case = problem("logprobs", "bias", shape=(rows + others,), columns=len(counts) + 2, hidden_width=width)
+    case.inputs["targets"] = torch.where(torch.arange(rows + others) < rows, 1, IGNORED)
+    case.inputs["hidden"][rows:] = NAN
+    return case.but(support=heads.support_of([row.nonzero()[:, 0].flip(0) for row in kept]))
 
 
 @pytest.mark.pairs
@@ -48,20 +48,20 @@ def drawn(name: str, width: int) -> Inputs:
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_sums_by_id_and_by_row(backend: str, name: str, width: int, dtype: torch.dtype) -> None:
-    inputs = drawn(name, width)
-    cases.assert_as_reference(inputs, backend, dtype)
-    expected = cases.defined(inputs)
-    heads.assert_close(run(cases.op_of(inputs), inputs, "reference", F64), expected)
+    case = drawn(name, width)
+    assert_within_budgets(backend, dtype, [case])
+    heads.assert_close(case.run("reference"), case.defined())
 
 
 @pytest.mark.parametrize("backend", OVER_SUPPORT)
 def test_a_certain_row_has_no_gradient_whatever_it_gets(backend: str) -> None:
-    inputs = cases.drawn("bias", "support")
+    case = TABLE["linear_logprobs over a support"].draw()
+    inputs = case.inputs
     is_certain = (inputs["support"][1].diff() == 1).view(4, 5)
     assert is_certain.any()
-    expected, inputs["by_logprobs"] = cases.defined(inputs), inputs["by_logprobs"].clone()
+    expected = case.defined()
     inputs["by_logprobs"][is_certain] = INF
-    got = run(cases.op_of(inputs), inputs, backend, F32)
+    got = case.run(backend, F32)
     for name in ("d_hidden", "d_weight", "d_bias"):
         torch.testing.assert_close(got[name].double(), expected[name], rtol=1e-3, atol=1e-4)
 
@@ -78,9 +78,9 @@ def test_triton_has_a_program_for_each_id_and_each_piece(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(kernels, "_sums_kernel", Recorded())
     for name in ("pieces", "less than a piece"):
-        inputs = drawn(name, 7)
-        run(cases.op_of(inputs, "hidden"), inputs, "triton", F32)
-        entries, ids = len(inputs["support"][0]), len(inputs["weight"])
+        case = drawn(name, 7)._replace(frozen=("hidden",))
+        case.run("triton", F32)
+        entries, ids = len(case.inputs["support"][0]), len(case.inputs["weight"])
         assert grids == [(entries // PIECE, 1), (min(entries, ids), 1)]
         grids.clear()
 
@@ -88,12 +88,13 @@ def test_triton_has_a_program_for_each_id_and_each_piece(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_chunks_and_threads_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over tokens and ids whose entries are in several chunks."""
-    inputs = cases.drawn("bias", "support", columns=40, width=21)
-    expected, threads = run(cases.op_of(inputs), inputs, "reference", dtype), torch.get_num_threads()
+    options = KEPT | {"columns": 40, "hidden_width": 21}
+    case = problem("logprobs", "ignored", "temperatures", "bias", "support", **options)
+    expected, threads = case.run("reference", dtype), torch.get_num_threads()
     for numbers, count in ((21, 1), (5 * 21, 2), (reference._GATHERED, 3)):
         monkeypatch.setattr(reference, "_GATHERED", numbers)
         torch.set_num_threads(count)
-        got = run(cases.op_of(inputs), inputs, "reference", dtype)
+        got = case.run("reference", dtype)
         torch.set_num_threads(threads)
         assert all(torch.equal(got[name], expected[name]) for name in expected), numbers
 

@@ -1,7 +1,8 @@
-"""Which products linear_policy_loss computes, of how many tokens, and in how much memory.
+"""Which products the ops compute, of how many tokens, and in how much memory.
 
 Faults that this is for: a product of tokens that do not count, or have no gradient; one for a factor that is frozen, or
-where no backward can ask for it; a fourth product, where three suffice; logits of more than a chunk; a second tile.
+where no backward can ask for it; a fourth product, where three suffice; logits of more than a chunk; a second tile;
+one of the weight's size for an adapter.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import needs_cpu_kernels
-from tests.ops.linear_head import policy_loss_cases as cases
+from tests.ops.linear_head.cases import Problem, problem
 from tests.ops.linear_head.heads import F64, assert_close
-from tests.ops.linear_head.policy_loss_cases import Problem, problem
-from tests.ops.promises import run
+from tests.ops.linear_head.terms import takes_part
 
 pytestmark = needs_cpu_kernels
 COLUMNS, WIDTH = 31, 5  # of the head
@@ -67,11 +67,26 @@ def without_advantage(*features: str, by_token: bool = False, **options: Any) ->
     return case
 
 
+@pytest.mark.parametrize("has_adapter", [False, True])
+@pytest.mark.parametrize("live", [28, 9, 0])
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("hidden",)], ids=str)
+def test_log_probs_take_one_product_forward_and_three_backward(
+    frozen: tuple[str, ...], live: int, has_adapter: bool
+) -> None:
+    """Backward one for the logits, hidden states and weight each, of the tokens with a gradient."""
+    case = problem("logprobs", "bias", *(("lora",) if has_adapter else ()), chunk_size=10)._replace(frozen=frozen)
+    counts = (torch.arange(28) < live).view(4, 7)
+    found = products(case.but(**{name: case.inputs[name] * counts for name in ("by_logprobs", "by_entropy")}))
+    assert sum(found.logits) == 28 + live
+    assert sum(found.by_hidden) == live * ("hidden" not in frozen)
+    assert sum(found.by_weight) == live * ("weight" not in frozen)
+
+
 @pytest.mark.parametrize("by_token", [False, True])
 @both_memories
 def test_tokens_that_do_not_count_or_have_no_gradient_are_left_out(memory: str, by_token: bool) -> None:
     case = without_advantage(by_token=by_token, memory=memory)
-    counts = cases.takes_part(case.inputs)
+    counts = takes_part(case.inputs)
     count, live = int(counts.sum()), int(counts[::2].sum())
     found = products(case, chunk_size=9)
     assert sum(found.logits) == count + (live if memory == "low" else 0)
@@ -86,7 +101,7 @@ def test_clipped_tokens_are_left_out_of_two_products() -> None:
     case.inputs["advantages"][:] = 1.0
     case.inputs["old_logprobs"][:2] = -50.0  # ratios above the bound
     case.inputs["old_logprobs"][2:] = 0.0
-    found, counts = products(case, chunk_size=100), cases.takes_part(case.inputs)
+    found, counts = products(case, chunk_size=100), takes_part(case.inputs)
     assert found.logits == [int(counts.sum())] and found.by_hidden == found.by_weight == [int(counts[2:].sum())]
     assert_close(case.run("cpu", chunk_size=100), case.defined())
 
@@ -96,7 +111,7 @@ def test_taught_tokens_are_not_left_out() -> None:
     case = without_advantage("teacher", memory="fast")
     mask = torch.zeros(case.inputs["mask"].shape)
     mask[1, :3] = 1
-    counts = cases.takes_part(case.inputs)
+    counts = takes_part(case.inputs)
     taught = counts[::2].sum() + (counts[1] & (mask[1] > 0)).sum()
     found = products(case, chunk_size=100, teacher_mask=mask)
     assert found.logits == [int(counts.sum() - taught), int(taught)] and found.by_hidden == [int(taught)]
@@ -111,42 +126,29 @@ def test_only_rows_that_are_longer_than_a_chunk_are_computed_twice(
     name: str, form: str, chunk_size: int, compact: bool | None
 ) -> None:
     case = problem(name, form)
-    counts = cases.takes_part(case.inputs)
-    rows = torch.repeat_interleave(case.inputs["cu_seqlens"].diff()) if form == "packed" else None
-    if form == "packed":
-        after = len(counts) - len(rows)
-        rows = torch.cat([rows, rows.new_full((after,), len(case.inputs["advantages"]) - 1)])
-        longest = int(torch.bincount(rows[counts] if compact is None else rows).max())
-    else:
-        longest = int(counts.sum(1).max()) if compact is None else 7
-    computed = int(counts.sum()) if compact is None else counts.numel()
-    found = products(case, chunk_size=chunk_size, compact=compact)
-    is_fast = chunk_size >= longest or computed <= chunk_size
-    assert sum(found.logits) == computed + (0 if is_fast else sum(found.by_hidden))
+    counts, bounds = takes_part(case.inputs), case.inputs.get("cu_seqlens")
+    computed = counts if compact is None else torch.ones_like(counts)
+    rows = torch.arange(4)[:, None].expand(4, 7)
+    if bounds is not None:  # tokens after the last row count as part of it
+        rows = torch.searchsorted(bounds[1:-1].contiguous(), torch.arange(len(counts)), right=True)
+    found, longest = products(case, chunk_size=chunk_size, compact=compact), torch.bincount(rows[computed]).max()
+    is_fast = chunk_size >= min(longest, computed.sum())
+    assert sum(found.logits) == computed.sum() + (0 if is_fast else sum(found.by_hidden))
     assert max(found.logits) <= chunk_size
 
 
 @both_memories
-@pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
-def test_nothing_is_computed_for_what_is_frozen(frozen: str, memory: str) -> None:
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_nothing_is_computed_for_what_is_frozen_or_without_gradients(frozen: str, memory: str) -> None:
     case = problem("grpo", "bias", "teacher", memory=memory)
-    leaves = tuple(name for name in case.op.leaves if name != frozen)
-    op = cases.dataclasses.replace(case.op, leaves=leaves)
-    expected = case.run("cpu")
-    with Products() as found:
-        got = run(op, case.inputs, "cpu", F64)
-    del expected[f"d_{frozen}"]
-    assert_close(got, expected, rtol=1e-12, atol=1e-14)
+    found = products(case._replace(frozen=(frozen,)))
     assert bool(found.by_hidden) == (frozen != "hidden") and bool(found.by_weight) == (frozen != "weight")
-
-
-def test_nothing_but_logits_is_computed_without_gradients() -> None:
-    case = problem("grpo", "teacher")
     with torch.no_grad(), Products() as found:
         case.op.call(case.inputs, "cpu")
     assert found.logits and not found.by_hidden and not found.by_weight
 
 
+@pytest.mark.pairs
 @both_memories
 @pytest.mark.parametrize("features", [(), ("ref_hidden",), ("teacher",), ("gaps", "packed"), ("lora",)], ids=str)
 def test_one_chunk_of_logits_is_in_memory(features: tuple[str, ...], memory: str) -> None:
