@@ -26,6 +26,8 @@ from grpo_kernels import backends, registry
 from grpo_kernels.ops.policy_loss.registration import scaled_in_place
 from grpo_kernels.ops.similarity_groups import reference, registration
 from tests.harness import assert_within_budget, device_error
+from tests.ops.linear_head.cases import TABLE
+from tests.ops.promises import evaluated, placed
 
 backends.name_implementations()
 
@@ -121,12 +123,10 @@ def outside_logprobs(backend: str, put: Put) -> Results:
     yield torch.autograd.grad(result.logprobs.sum(), logits)[0].isnan().any(1)
 
 
-def linear_losses(dtype: torch.dtype, backend: str, put: Put) -> Results:
-    hidden, weight = (put(torch.randn(shape).to(dtype)).requires_grad_() for shape in ((2, 4, 16), (64, 16)))
-    targets, old = put(torch.randint(0, 64, (2, 4))), put(-4 - torch.rand(2, 4))
-    result = gk.linear_policy_loss(hidden, weight, targets, old, put(torch.randn(2)), backend=backend)
-    yield result.loss.detach()
-    yield from torch.autograd.grad(result.loss, (hidden, weight))
+def head(name: str, dtype: torch.dtype, backend: str, put: Put) -> Results:
+    """A row of the table of the head's cases."""
+    case = TABLE[name].draw()
+    yield from evaluated(case.op, placed(case.op, case.inputs, dtype, put), backend).values()
 
 
 def kept(backend: str, put: Put) -> Results:
@@ -345,8 +345,10 @@ CASES = {
     "large_advantages": Case(large_advantages),
     "logprobs": Case(logprobs, "triton"),
     "outside_logprobs": Case(outside_logprobs, "triton"),
-    "linear_losses": Case(functools.partial(linear_losses, torch.float32), "triton"),
-    "linear_halves": Case(functools.partial(linear_losses, torch.bfloat16), "triton"),
+    "head": Case(functools.partial(head, "LMHead with all options", torch.float32), "triton"),
+    "linear_losses": Case(functools.partial(head, "linear_policy_loss", torch.float32), "triton"),
+    "linear_halves": Case(functools.partial(head, "linear_policy_loss", torch.bfloat16), "triton"),
+    "taught_losses": Case(functools.partial(head, "linear_policy_loss with a teacher", torch.float32), "triton"),
     "kept": Case(kept, "triton"),
     "outside_kept": Case(outside(support_outside, BOUNDS_OF_SUPPORTS), "triton"),
     **{f"loss_{name}": Case(functools.partial(losses, name)) for name in LOSSES},
