@@ -72,6 +72,7 @@ def test_ids_may_be_the_whole_vocabulary(name: str, kept: int) -> None:
     assert fast["d_weight"].isfinite().all() and not fast["d_weight"][30].any() and fast["loss"].isfinite()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("target", [31, 32, -1])
 @pytest.mark.parametrize("features", [(), ("teacher",)])
 @pytest.mark.parametrize("backend", [name for name in KERNELS if name != "cpu"])

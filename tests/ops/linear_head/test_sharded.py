@@ -65,8 +65,8 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "loss with entropy": ("entropy, temperatures, positions", {"chunk_size": 5}),
     "loss with everything": (f"sequence, {EVERYTHING}", {"chunk_size": 14}),
     "loss in low memory": (f"dapo, {EVERYTHING}", {"chunk_size": 4, "memory": "low"}),
-    "reference head": ("dapo, ref_head, bias, banned", {"chunk_size": 4}),
-    "reference head in low memory": ("dapo, ref_hidden, lora", {"chunk_size": 4, "memory": "low"}),
+    "reference head": ("dapo, ref_hidden, bias, banned", {"chunk_size": 4}),
+    "reference head in low memory": ("dapo, ref_head, lora", {"chunk_size": 4, "memory": "low"}),
 }
 # On every rank whole, as DTensors.
 WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
