@@ -147,7 +147,7 @@ def kept(backend: str, put: Put) -> Results:
             return_entropy=True,
             backend=backend,
         )
-        yield from result
+        yield from result[:2]
         yield from torch.autograd.grad((result.logprobs + result.entropy).sum(), leaves)
 
 
