@@ -61,6 +61,11 @@ def subsets() -> Iterator[tuple[str, ...]]:
         yield tuple(itertools.compress(OF_CHUNKS, (a, b, c, d, a ^ b ^ c, a ^ b ^ d, a ^ c ^ d, b ^ c ^ d)))
 
 
+def test_any_three_features_meet() -> None:
+    for three in itertools.combinations(OF_CHUNKS, 3):
+        assert len({tuple(name in chosen for name in three) for chosen in subsets()}) == 8
+
+
 def check(config: str, *wanted: str, rows: int) -> None:
     """Compares a batch with these features and options with the definition."""
     options = {key: value for name in wanted for key, value in OPTIONS.get(name, {}).items()}
