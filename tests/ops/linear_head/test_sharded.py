@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import grpo_kernels as gk
 from grpo_kernels.ops.linear_head.head import Shard
 from grpo_kernels.ops.linear_head.sizes import tokens_per_chunk
 from tests.communication import Communication
@@ -144,6 +145,18 @@ def wrong_targets(rank: int) -> dict[str, str]:
     }
 
 
+def squares(rank: int | None) -> Tensor:
+    """Sums of squared probabilities, of one process or of the ranks."""
+    case = drawn("banned")
+    inputs = case.inputs if rank is None else of_rank(case.inputs, rank)
+    arguments = {name: inputs[name] for name in ("hidden", "targets")}
+    more = {name: inputs[name] for name in ("vocab_start", "process_group") if name in inputs}
+    head = gk.LMHead(inputs["weight"], inputs.get("bias"), banned=inputs["banned"], **more)
+    result = gk.linear_logprobs(**arguments, head=head, return_sum_pi_squared=True, backend="cpu")
+    assert result.sum_pi_squared is not None
+    return result.sum_pi_squared
+
+
 def added_weight_gradient(rank: int) -> Tensor:
     case = drawn("loss in chunks")
     inputs = of_rank(case.inputs, rank)
@@ -205,6 +218,7 @@ def worker(rank: int, size: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=limit)
     found: dict[Any, Any] = {key: sharded(*key, rank) for key in RUNS}
     found |= {"wrong": wrong_targets(rank), "weight_grad": added_weight_gradient(rank), "sizes": chunk_sizes(rank)}
+    found["squares"] = squares(rank)
     mesh = init_device_mesh("cpu", (size,))
     found |= {call: as_dtensors(call, mesh, Replicate()) for call in WHOLE}
     torch.save(found | {"refused": refused_dtensors(mesh)}, Path(folder) / f"{rank}.pt")
@@ -285,6 +299,11 @@ def test_what_the_ranks_of_a_loss_send(ranks: list[dict[Any, Any]]) -> None:
 def test_the_weight_gradient_is_added_to_a_tensor(ranks: list[dict[Any, Any]]) -> None:
     want = drawn("loss in chunks").run("cpu")["d_weight"]
     torch.testing.assert_close(torch.cat([rank["weight_grad"] for rank in ranks]), want, rtol=1e-9, atol=1e-11)
+
+
+def test_sums_of_squares_are_those_of_all_columns(ranks: list[dict[Any, Any]]) -> None:
+    for rank in ranks:
+        torch.testing.assert_close(rank["squares"], squares(None), rtol=1e-12, atol=0)
 
 
 def test_chunks_are_those_of_the_largest_part(ranks: list[dict[Any, Any]]) -> None:
