@@ -182,7 +182,7 @@ def test_one_product_or_one_for_each_chunk(
     assert sizes.tokens_per_product(tokens, 752, shape, needs_weight, processors) == expected
 
 
-@pytest.mark.parametrize("tokens", [16_384, 65_536, 262_144])
+@pytest.mark.parametrize("tokens", [14_000, 16_384, 65_536, 262_144])
 @pytest.mark.parametrize("shape", [(151_936, 4096), (128_256, 2048), (1_000_000, 512)])
 def test_several_products_stay_within_the_memory(tokens: int, shape: tuple[int, int]) -> None:
     """Their tiles of 128 x 256 fill the waves: with 4096 columns 33 blocks of 16 tiles would fill 4 of them."""
