@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from tests.harness import device_of
-from tests.ops.linear_head.heads import BACKENDS, EXACT, F32, F64, OVER_SUPPORT
+from tests.harness import assert_close_to_rounding, device_of
+from tests.ops.linear_head.heads import BACKENDS, EXACT, F32, F64, OVER_SUPPORT, assert_close
 
 ROWS, TOKENS, WIDTH, COLUMNS = 3, 7, 8, 31
 SOFTCAP, TEMPERATURE = 5.0, 0.7
@@ -99,8 +99,13 @@ def test_it_is_the_definition(measure: Callable[..., Tensor | None], backend: st
     given["weight"].requires_grad_()
     got = measure(given, temperature=TEMPERATURE, return_sum_pi_squared=True, backend=backend)
     assert got is not None and got.dtype == dtype and not got.requires_grad
-    want = definition(inputs, 5 if measure is over_support else 0)
-    # an error of a logit, of some units of its own size, moves a square by twice as much
-    largest = float((inputs["hidden"].abs() @ inputs["weight"].abs().T).max()) / TEMPERATURE
-    torch.testing.assert_close(got.cpu().double(), want, rtol=4 * largest * torch.finfo(dtype).eps, atol=0)
+    rounded = {name: value.detach().cpu().to(inputs[name].dtype) for name, value in given.items()}
+
+    def defined() -> Tensor:
+        return definition(rounded, 5 if measure is over_support else 0)
+
+    if dtype == F64:
+        assert_close({"squares": got}, {"squares": defined()})
+    else:
+        assert_close_to_rounding(got.cpu(), defined(), defined, F64)
     assert measure(given, temperature=TEMPERATURE, backend=backend) is None

@@ -251,13 +251,31 @@ def head_of(lm_head: LMHead, hidden: Tensor, weight: Tensor, bias: Tensor | None
     )
 
 
+class Want(NamedTuple):
+    """Measurements beside log-probs."""
+
+    entropy: bool
+    sum_pi_squared: bool
+
+
+NOTHING_MORE = Want(False, False)
+
+
 class Measurements(NamedTuple):
-    """Of tokens: log-probs, entropies and sums of squared probabilities, empty unless wanted, and log-sum-exps."""
+    """Log-probs, entropies, sums of squared probabilities and log-sum-exps of tokens; empty unless wanted."""
 
     logprobs: Tensor
     entropy: Tensor
     sum_pi_squared: Tensor
     normalizer: Tensor
+
+    @classmethod
+    def zeros(cls, head: Head, want: Want, with_normalizer: bool) -> Measurements:
+        """Memory for those of all tokens, 0 where a token will not be measured."""
+        logprobs = head.hidden.new_zeros(len(head.hidden), dtype=head.wide)
+        entropy, squares = (torch.zeros_like(logprobs) if each else logprobs.new_empty(0) for each in want)
+        count = len(logprobs) if with_normalizer else 0
+        return cls(logprobs, entropy, squares, logprobs.new_zeros(count, dtype=torch.float64))
 
     def keep(self, others: Measurements, tokens: slice | Tensor) -> None:
         """Copies those of some tokens to their places, as far as they are wanted."""

@@ -17,9 +17,8 @@ from grpo_kernels.ops.linear_head.arguments import (
     check_shard,
 )
 from grpo_kernels.ops.linear_head.autograd import recomputed
-from grpo_kernels.ops.linear_head.head import Head, LMHead, Shard
+from grpo_kernels.ops.linear_head.head import Head, LMHead, Shard, Want
 from grpo_kernels.ops.linear_head.loop import SUPPORTS, Call, Plan
-from grpo_kernels.ops.linear_head.products import Want
 from grpo_kernels.ops.sampled_support import registration as sampled_support
 from grpo_kernels.ops.sampled_support.arguments import check_support, check_support_alone
 from grpo_kernels.ops.sampled_support.reference import Entries
@@ -117,7 +116,7 @@ def logprobs_at(
     """Those of all tokens, computed at these places alone, and 0 elsewhere."""
     part = head if at is None else head.at(at)
     if backend == "reference" and shard is None:  # it has no shards; a chunk of it does
-        measured = reference.forward(part, want.entropy)._asdict()
+        measured = reference.forward(part, want)._asdict()
     else:
         plan = Plan(chunk_tokens=chunk_size or 0, product_tokens=chunk_size or 0)
         measured = recomputed(

@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_kernels import registry
 from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.linear_head.divergence import Distillation
-from grpo_kernels.ops.linear_head.head import FACTORS, Head, Shard
+from grpo_kernels.ops.linear_head.head import FACTORS, Head, Shard, Want
 from grpo_kernels.ops.linear_head.objectives import Objective
 from grpo_kernels.ops.linear_head.objectives.logprobs import Logprobs, LogprobsGradient
 from grpo_kernels.ops.linear_head.objectives.policy import PolicyLossObjective, PolicyTerms
@@ -28,7 +28,6 @@ from grpo_kernels.ops.linear_head.products import (
     Products,
     Tokens,
     Upstream,
-    Want,
     tokens_with_grad,
 )
 from grpo_kernels.ops.linear_head.sizes import chunks, tokens_per_chunk
@@ -61,7 +60,7 @@ class Plan:
 
 @op_inputs
 class Call:
-    """What one run of the loop computes: log-probs, unless it has a loss, and the gradients of some factors.
+    """The task of one run of the loop: log-probs, unless it has a loss, and the gradients of some factors.
 
     Attributes:
         policy: the policy loss
@@ -80,6 +79,10 @@ class Call:
     want_squares: bool = False
     plan: Plan | None = None
     needs: list[bool] = dataclasses.field(default_factory=lambda: [False] * len(FACTORS))
+
+    @property
+    def want(self) -> Want:
+        return Want(self.want_entropy, self.want_squares)
 
     @property
     def has_loss(self) -> bool:
@@ -114,7 +117,7 @@ class Call:
 
 
 def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | None = None) -> list[Tensor]:
-    """What the call names as its results, and the gradients of the head's factors if any is needed.
+    """Computes what the call names as its results, and the gradients of the head's factors if any is needed.
 
     Args:
         into: tensor that the weight's gradient is added to
@@ -131,9 +134,9 @@ def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | Non
     size = plan.chunk_tokens or tokens_per_chunk(total, len(head.weight), device.type, head.weight.dtype)
     has_padding = shard is not None or (call.teacher is not None and call.teacher.ids is not None)
     products = Products(backend, head, min(size, max(total, before)), has_padding, shard if call.policy else None)
-    policy, want = None, Want(call.want_entropy, call.want_squares)
+    policy = None
     if call.policy is not None:
-        policy = PolicyLossObjective(products, call.policy, call.other, want)
+        policy = PolicyLossObjective(products, call.policy, call.other, call.want)
     objective = _objective(products, call, policy, shard)
     gradients = None
     if wants_grad:
@@ -143,7 +146,7 @@ def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | Non
 
     def measure(tokens: Tokens, of: Objective) -> Chunk:
         columns = of.before(tokens)  # which may use the memory of the logits
-        return products.measure(tokens, want, columns, call.known)
+        return products.measure(tokens, call.want, columns, call.known)
 
     with torch.autocast(device.type, enabled=False):
         for part in chunks(before, size):
@@ -175,7 +178,7 @@ def _objective(products: Products, call: Call, policy: Objective | None, shard: 
         return TopK(products, call.teacher, policy)
     if call.known is not None:
         return LogprobsGradient(call.known)
-    return policy or Logprobs(products.head, Want(call.want_entropy, call.want_squares), shard)
+    return policy or Logprobs(products.head, call.want, shard)
 
 
 def _fake_gradients(head: Head, needs: list[bool]) -> tuple[Tensor, ...]:

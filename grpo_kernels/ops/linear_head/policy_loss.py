@@ -22,12 +22,11 @@ from grpo_kernels.ops.linear_head.arguments import (
 from grpo_kernels.ops.linear_head.autograd import may_precompute, precomputed
 from grpo_kernels.ops.linear_head.distillation import distill
 from grpo_kernels.ops.linear_head.divergence import Distillation
-from grpo_kernels.ops.linear_head.head import Head, LMHead
+from grpo_kernels.ops.linear_head.head import NOTHING_MORE, Head, LMHead, Want
 from grpo_kernels.ops.linear_head.logprobs import logprobs_at, over_support
 from grpo_kernels.ops.linear_head.loop import SUPPORTS, Call
 from grpo_kernels.ops.linear_head.objectives.policy import PolicyTerms
 from grpo_kernels.ops.linear_head.plan import plan_of, split_tokens
-from grpo_kernels.ops.linear_head.products import NOTHING_MORE, Want
 from grpo_kernels.ops.linear_head.teacher import DistillationLoss, Teacher, check_teacher
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
 from grpo_kernels.ops.policy_loss import registration as policy_loss
@@ -170,7 +169,7 @@ def linear_policy_loss(
     terms = PolicyTerms(policy, list(layout.shape), index, config.entropy_coef != 0)
     taught = _check_teacher(teacher, targets, inputs, lm_head, {"normalizer": normalizer, "weights": weights})
     call = Call(inputs, terms, taught, reference, None, want_entropy, return_sum_pi_squared)
-    asked = _Asked(layout, config, call, weight_grad)
+    asked = _Asked(layout, config, call, weight_grad, targets.shape)
     if support is not None:
         is_low = memory if memory != "fast" else None
         ref_lora = None if reference is None else reference.lora
@@ -179,13 +178,6 @@ def linear_policy_loss(
         loss = _over_support(asked, support, backend)
     else:
         loss = _over_vocabulary(asked, lm_head, at, memory, compact, size, backend)
-    metrics = loss.metrics
-    for name in TokenLogprobs._fields:
-        value = getattr(metrics, name)
-        setattr(metrics, name, None if value is None else value.detach().view(targets.shape))
-    if metrics.distillation is not None:
-        part, *of_tokens = metrics.distillation
-        metrics.distillation = DistillationLoss(part.detach(), *(value.view(targets.shape) for value in of_tokens))
     return loss
 
 
@@ -196,6 +188,7 @@ class _Asked(NamedTuple):
     config: LossConfig
     call: Call
     weight_grad: Tensor | None
+    shape: torch.Size  # of the targets
 
     def select(self, supports: backends.Supports, backend: str | None) -> str:
         device = self.layout.device
@@ -212,7 +205,7 @@ def _over_vocabulary(
     backend: str | None,
 ) -> PolicyLoss:
     """The loss chunk by chunk with its gradient, or, where that cannot be known yet, of log-probs."""
-    layout, config, call, weight_grad = asked
+    layout, config, call, weight_grad, _ = asked
     head, chosen, is_eager = call.head, asked.select(SUPPORTS, backend), not torch.compiler.is_compiling()
     shard = check_shard(_OP, lm_head, head, chosen)
     is_compact = is_eager and (layout.device.type == "cpu" if compact is None else compact)
@@ -241,10 +234,11 @@ def _over_vocabulary(
     results = precomputed(chosen, dataclasses.replace(call, plan=plan), weight_grad, shard, _ONCE)
     by_row = call.policy is not None and call.policy.policy.advantages.shape != layout.shape
     metrics = PolicyLossMetrics(results["metrics"], config, by_row, call.want_entropy)
-    for name in TokenLogprobs._fields:
-        setattr(metrics, name, results.get(name))
+    taught = None
     if call.teacher is not None:
-        metrics.distillation = DistillationLoss(*(results[name] for name in ("distillation", "divergence", "mass")))
+        taught = DistillationLoss(*(results[name] for name in ("distillation", "divergence", "mass")))
+    measured = TokenLogprobs(results["logprobs"], results.get("entropy"), results.get("sum_pi_squared"))
+    _add_tokens(metrics, measured, taught, asked.shape)
     return PolicyLoss(results["loss"], metrics)
 
 
@@ -276,25 +270,24 @@ def _of_logprobs(
     chunk_size: int | None,
 ) -> PolicyLoss:
     """The loss of log-probs that are known all at once; the divergence from a teacher has products of its own."""
-    layout, config, call, weight_grad = asked
+    layout, config, call, weight_grad, _ = asked
     terms = call.policy
     assert terms is not None
     policy = terms.policy
     if call.other is not None:
         of_reference = logprobs_of(call.other.for_targets_of(call.head), NOTHING_MORE)
         policy = dataclasses.replace(policy, ref_logprobs=terms.by_term(of_reference.logprobs))
-    measured = logprobs_of(call.head, Want(call.want_entropy, call.want_squares))
+    measured = logprobs_of(call.head, call.want)
     by_term = None if measured.entropy is None else terms.by_term(measured.entropy)
     of_loss = policy_loss.beside(backend, layout.device, layout.dtype)
     result = compute(layout, config, terms.by_term(measured.logprobs), by_term, policy, of_loss)
-    for name, value in measured._asdict().items():
-        setattr(result.metrics, name, value)
     if call.teacher is None:
+        _add_tokens(result.metrics, measured, None, asked.shape)
         return result
     taught = distill(
         backend, Call(call.head, teacher=call.teacher), chunk_size, weight_grad, (_OP, " with teacher", "")
     )
-    result.metrics.distillation = taught
+    _add_tokens(result.metrics, measured, taught, asked.shape)
     return result._replace(loss=result.loss + taught.loss)
 
 
@@ -320,6 +313,17 @@ def _check_teacher(
             "this call alone, got None; or give teacher.weights"
         )
     return tokens
+
+
+def _add_tokens(
+    metrics: PolicyLossMetrics, measured: TokenLogprobs, taught: DistillationLoss | None, shape: torch.Size
+) -> None:
+    """Adds what was measured of each token, without gradients."""
+    for name, value in measured._asdict().items():
+        setattr(metrics, name, None if value is None else value.detach().view(shape))
+    if taught is not None:
+        loss, *of_tokens = taught
+        metrics.distillation = DistillationLoss(loss.detach(), *(value.view(shape) for value in of_tokens))
 
 
 def _placeholder(layout: Layout, head: Head, ref_logprobs: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_kernels import registry
 from grpo_kernels.inputs import op_inputs
-from grpo_kernels.ops.linear_head.head import Head, Measurements, Shard
+from grpo_kernels.ops.linear_head.head import NOTHING_MORE, Head, Measurements, Shard, Want
 from grpo_kernels.ops.linear_head.sizes import HALVES, tokens_per_product
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
@@ -32,19 +32,9 @@ _MAX_SHARE = 0.75  # above this share of tokens with a gradient, leaving the oth
 Tokens = slice | Tensor
 
 
-class Want(NamedTuple):
-    """What is measured beside log-probs."""
-
-    entropy: bool
-    sum_pi_squared: bool
-
-
-NOTHING_MORE = Want(False, False)
-
-
 @op_inputs
 class Known:
-    """What the forward pass measured of all tokens, and the gradients of the loss by it."""
+    """Measurements of all tokens from the forward pass, and the gradients of the loss by them."""
 
     by_logprobs: Tensor | None
     by_entropy: Tensor | None
@@ -313,7 +303,7 @@ class Gradients:
         )
 
     def place(self, chunk: Chunk) -> Tensor:
-        """Where the gradient by a chunk's logits belongs: over them, or where it waits for the products."""
+        """The memory for the gradient by a chunk's logits: theirs, or where it waits for the products."""
         if self.staged is None:
             return chunk.logits
         if self.count + len(chunk.hidden) > len(self.staged):

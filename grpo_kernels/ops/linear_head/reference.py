@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.ops.linear_head.head import Head, Measurements
+from grpo_kernels.ops.linear_head.head import Head, Measurements, Want
 from grpo_kernels.ops.token_logprobs import reference as token_logprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 from grpo_kernels.ops.token_logprobs.reference import Scaling
@@ -54,7 +54,7 @@ class _Unreadable(torch.autograd.Function):
         return torch.where(is_unreadable & (upstream != 0), math.nan, upstream), None
 
 
-def forward(head: Head, want_entropy: bool) -> Measurements:
+def forward(head: Head, want: Want) -> Measurements:
     targets = head.targets
     is_unreadable = ~head.hidden.isfinite().all(-1)
     hidden = _Readable.apply(head.hidden, is_unreadable)  # type: ignore[no-untyped-call]
@@ -62,13 +62,18 @@ def forward(head: Head, want_entropy: bool) -> Measurements:
     kept, columns = token_logprobs.columns_of(logits, targets)
     # tokens that do not count must not give NaN times 0 for a gradient
     z = Scaling(head.row_temperature, *head.scaling).apply(torch.where(kept[:, None], logits, 0))
-    logprobs, entropy, normalizer = token_logprobs.distribution(z, columns, want_entropy)
+    logprobs, entropy, normalizer = token_logprobs.distribution(z, columns, want.entropy)
 
     def finished(result: Tensor) -> Tensor:
         result = _Unreadable.apply(result, is_unreadable)  # type: ignore[no-untyped-call]
         wrong = kept & (columns != targets) & (targets != IGNORED)
         return torch.where(wrong, torch.nan, torch.where(kept, result, 0))
 
-    squares = (z.detach() - normalizer.detach()[..., None]).exp().square().sum(-1).to(z.dtype)
-    of_tokens = (finished(logprobs), logits.new_empty(0) if entropy is None else finished(entropy))
-    return Measurements(*of_tokens, finished(squares), finished(normalizer))
+    absent = logits.new_empty(0)
+    squares = absent
+    if want.sum_pi_squared:
+        log_p = z.detach() - normalizer.detach()[..., None]
+        squares = finished(log_p.exp().square().sum(-1).to(z.dtype))
+    return Measurements(
+        finished(logprobs), absent if entropy is None else finished(entropy), squares, finished(normalizer)
+    )

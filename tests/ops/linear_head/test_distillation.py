@@ -39,7 +39,7 @@ def with_logit(case: Problem, name: str, column: int, value: float) -> Problem:
 @every_kind
 @pytest.mark.parametrize("backend", EXACT)
 def test_a_probability_of_0_is_what_a_very_small_one_tends_to(backend: str, kind: str, tail: str) -> None:
-    """Of an id that the student cannot choose, or of the teacher's whole distribution one that it never chooses."""
+    """Takes an id that the student cannot choose, or of a whole distribution one that the teacher never chooses."""
     if tail == "whole":
         name, column, case = "teacher_bias", 3, draw("whole", kind=kind)
     else:

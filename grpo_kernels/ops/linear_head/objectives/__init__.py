@@ -1,4 +1,4 @@
-"""What the chunk loop reads of logits, and the gradient by them: one file for each loss."""
+"""Losses in the chunk loop, one in a file: what they read of logits, and the gradient by them."""
 
 from __future__ import annotations
 

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from grpo_kernels.ops.linear_head.head import Head, Measurements, Shard
-from grpo_kernels.ops.linear_head.products import Chunk, Known, Tokens, Upstream, Want
-
-
-def measurements(head: Head, want: Want) -> Measurements:
-    """Memory for those of all tokens, 0 where a token is not measured."""
-    logprobs = head.hidden.new_zeros(len(head.hidden), dtype=head.wide)
-    entropy, squares = (torch.zeros_like(logprobs) if is_wanted else logprobs.new_empty(0) for is_wanted in want)
-    return Measurements(logprobs, entropy, squares, torch.zeros_like(logprobs, dtype=torch.float64))
+from grpo_kernels.ops.linear_head.head import Head, Measurements, Shard, Want
+from grpo_kernels.ops.linear_head.products import Chunk, Known, Tokens, Upstream
 
 
 class Logprobs:
     """With a shard, each rank measures its own columns, and one all-reduce of all tokens combines them."""
 
     def __init__(self, head: Head, want: Want, shard: Shard | None) -> None:
-        self.targets, self.want, self.shard = head.targets, want, shard
-        self.measured = measurements(head, want)
+        self.targets, self.shard = head.targets, shard
+        self.measured = Measurements.zeros(head, want, with_normalizer=True)
 
     def before(self, tokens: Tokens) -> None:
         pass

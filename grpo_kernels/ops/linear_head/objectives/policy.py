@@ -15,9 +15,8 @@ from torch import Tensor
 
 from grpo_kernels import shared_positions
 from grpo_kernels.inputs import op_inputs
-from grpo_kernels.ops.linear_head.head import Head
-from grpo_kernels.ops.linear_head.objectives.logprobs import measurements
-from grpo_kernels.ops.linear_head.products import Chunk, Products, Tokens, Upstream, Want
+from grpo_kernels.ops.linear_head.head import Head, Measurements, Want
+from grpo_kernels.ops.linear_head.products import Chunk, Products, Tokens, Upstream
 from grpo_kernels.ops.policy_loss import registration as policy_loss
 from grpo_kernels.ops.policy_loss.reference import Policy, PolicyInputs
 
@@ -55,7 +54,7 @@ class PolicyLossObjective:
 
     def __init__(self, products: Products, terms: PolicyTerms, reference: Head | None, want: Want) -> None:
         self.products, self.terms, self.want = products, terms, want
-        self.measured = measurements(products.head, want)
+        self.measured = Measurements.zeros(products.head, want, with_normalizer=False)
         self.loss: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self.reference = None if reference is None else products.beside(reference)
         if self.reference is not None:
