@@ -115,8 +115,9 @@ class Recomputed(torch.autograd.Function):
         with_grad = 2 if call.want_entropy and not call.has_loss else 1
         ctx.mark_non_differentiable(*results[with_grad:])
         ctx.set_materialize_grads(False)
-        # not the log-probs, which their owner may overwrite
-        registry.save(ctx, RUN.layout, call, *([] if call.has_loss else results[1:]))
+        # only what the backward reads, as the owner of other results may overwrite them
+        read = () if call.has_loss else (results[-1], results[1] if call.want_entropy else None)
+        registry.save(ctx, RUN.layout, call, *read)
         ctx.backend, ctx.shard, ctx.op = backend, shard, op
         return tuple(results)
 
@@ -137,7 +138,7 @@ class Recomputed(torch.autograd.Function):
                 None if each is None else torch.where(is_ignored, 0, each.detach())
                 for each in (upstream[0], upstream[1] if call.want_entropy else None)
             )
-            normalizer, entropy = measured[-1], measured[0] if call.want_entropy else None
+            normalizer, entropy = measured
             assert normalizer is not None
             call = dataclasses.replace(call, known=Known(by_logprobs, by_entropy, normalizer, entropy))
         gradients = _run(ctx.backend, dataclasses.replace(call, needs=needs), None, ctx.shard)[-_COUNT:]

@@ -119,7 +119,9 @@ def test_the_caller_may_overwrite_log_probs(backend: str) -> None:
     targets, mask = torch.arange(6), torch.tensor([True, False, False, True, False, False])
 
     def gradient(in_place: bool) -> Tensor:
-        logprobs = gk.linear_logprobs(hidden, weight, targets, backend=backend).logprobs
+        logprobs, _, squares = gk.linear_logprobs(hidden, weight, targets, return_sum_pi_squared=True, backend=backend)
+        assert squares is not None
+        squares.zero_()
         masked = logprobs.masked_fill_(mask, 0) if in_place else logprobs.masked_fill(mask, 0)
         return torch.autograd.grad(masked.sum(), weight)[0]
 
