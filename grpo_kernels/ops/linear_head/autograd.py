@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import registry
-from grpo_kernels.ops.linear_head.head import FACTORS, Shard
+from grpo_kernels.ops.linear_head.head import FACTORS, Head, Shard
 from grpo_kernels.ops.linear_head.loop import RUN, Call, run
 from grpo_kernels.ops.linear_head.products import Known
 from grpo_kernels.ops.policy_loss.registration import scaled, scaled_in_place
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _COUNT = len(FACTORS)
+_HEAD = registry.Layout(Head)
 
 
 def may_precompute(hidden: Tensor) -> bool:
@@ -116,9 +117,12 @@ class Recomputed(torch.autograd.Function):
         ctx.mark_non_differentiable(*results[with_grad:])
         ctx.set_materialize_grads(False)
         # only what the backward reads, as the owner of other results may overwrite them
-        read = () if call.has_loss else (results[-1], results[1] if call.want_entropy else None)
-        registry.save(ctx, RUN.layout, call, *read)
-        ctx.backend, ctx.shard, ctx.op = backend, shard, op
+        if call.has_loss:
+            registry.save(ctx, RUN.layout, call)
+        else:
+            registry.save(ctx, _HEAD, call.head, results[-1], results[1] if call.want_entropy else None)
+            ctx.plan = call.plan
+        ctx.backend, ctx.shard, ctx.op, ctx.has_loss = backend, shard, op, call.has_loss
         return tuple(results)
 
     @staticmethod
@@ -126,22 +130,23 @@ class Recomputed(torch.autograd.Function):
         others = (None,) * (len(ctx.needs_input_grad) - _COUNT)
         if all(each is None for each in upstream):
             return *(None,) * _COUNT, *others
-        call, measured = registry.saved(ctx, RUN.layout)
         needs = list(ctx.needs_input_grad[:_COUNT])
-        if call.has_loss:
+        if ctx.has_loss:
             by_loss = upstream[0]
             assert by_loss is not None
-            call = call.scaled(by_loss.detach())
+            call, _ = registry.saved(ctx, RUN.layout)
+            call = dataclasses.replace(call.scaled(by_loss.detach()), needs=needs)
         else:
-            is_ignored = call.head.targets == IGNORED
+            head, (normalizer, entropy) = registry.saved(ctx, _HEAD)
+            assert normalizer is not None
+            is_ignored = head.targets == IGNORED
             by_logprobs, by_entropy = (
                 None if each is None else torch.where(is_ignored, 0, each.detach())
-                for each in (upstream[0], upstream[1] if call.want_entropy else None)
+                for each in (upstream[0], None if entropy is None else upstream[1])
             )
-            normalizer, entropy = measured
-            assert normalizer is not None
-            call = dataclasses.replace(call, known=Known(by_logprobs, by_entropy, normalizer, entropy))
-        gradients = _run(ctx.backend, dataclasses.replace(call, needs=needs), None, ctx.shard)[-_COUNT:]
+            known = Known(by_logprobs, by_entropy, normalizer, entropy)
+            call = Call(head, known=known, plan=ctx.plan, needs=needs)
+        gradients = _run(ctx.backend, call, None, ctx.shard)[-_COUNT:]
         finished = (registry.first_derivative(ctx.op, gradient) for gradient in gradients)
         return *(value if need else None for value, need in zip(finished, needs, strict=True)), *others
 

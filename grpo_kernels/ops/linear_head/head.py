@@ -272,15 +272,15 @@ class Measurements(NamedTuple):
     @classmethod
     def zeros(cls, head: Head, want: Want, with_normalizer: bool) -> Measurements:
         """Memory for those of all tokens, 0 where a token will not be measured."""
-        logprobs = head.hidden.new_zeros(len(head.hidden), dtype=head.wide)
+        logprobs = head.hidden.new_zeros(head.hidden.shape[0], dtype=head.wide)
         entropy, squares = (torch.zeros_like(logprobs) if each else logprobs.new_empty(0) for each in want)
-        count = len(logprobs) if with_normalizer else 0
-        return cls(logprobs, entropy, squares, logprobs.new_zeros(count, dtype=torch.float64))
+        normalizer = logprobs.new_zeros(logprobs.shape[0] if with_normalizer else 0, dtype=torch.float64)
+        return cls(logprobs, entropy, squares, normalizer)
 
     def keep(self, others: Measurements, tokens: slice | Tensor) -> None:
         """Copies those of some tokens to their places, as far as they are wanted."""
         for values, of_tokens in zip(self, others, strict=True):
-            if len(values) > 0:
+            if values.shape[0] > 0:
                 values[tokens] = of_tokens.to(values.dtype)
 
 
