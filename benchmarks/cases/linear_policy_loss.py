@@ -1,6 +1,7 @@
 """linear_policy_loss against its three bare matrix products and the installed peers, forward and backward.
 
-Floor: 6 N H V flops in three products. Our kernels read the logits once, and read and write them once: 12 bytes each.
+Floor: 6 N H V flops in three products. Our kernels read the float32 logits once, and read and write
+them once: 12 bytes each. On a GPU in bfloat16 they read them once and write 2 bytes: 6 each.
 """
 
 from __future__ import annotations

@@ -129,9 +129,9 @@ def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | Non
     wants_grad = any(call.needs)
     if with_grad is None and wants_grad:
         head = head.without(head.targets == IGNORED)
-    total = len(head.hidden) if with_grad is None else len(with_grad)
-    before = 0 if plan.without_grad is None else len(plan.without_grad)
-    size = plan.chunk_tokens or tokens_per_chunk(total, len(head.weight), device.type, head.weight.dtype)
+    total = (head.targets if with_grad is None else with_grad).shape[0]
+    before = 0 if plan.without_grad is None else plan.without_grad.shape[0]
+    size = plan.chunk_tokens or tokens_per_chunk(total, head.weight.shape[0], device.type, head.weight.dtype)
     has_padding = shard is not None or (call.teacher is not None and call.teacher.ids is not None)
     products = Products(backend, head, min(size, max(total, before)), has_padding, shard if call.policy else None)
     policy = None
@@ -144,9 +144,13 @@ def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | Non
         looks = call.policy is not None
         gradients = Gradients(products, call.needs, total, plan.product_tokens, into, is_sparse, looks)
 
-    def measure(tokens: Tokens, of: Objective) -> Chunk:
+    # of which the gradient by the logits is a multiple in every row if it is one by log-probs alone
+    reads_logprobs = call.teacher is None and call.policy is not None and not call.policy.has_bonus
+    takes_exponentials = products.has_exponentials and reads_logprobs
+
+    def measure(tokens: Tokens, of: Objective, exponentials: Tensor | None = None) -> Chunk:
         columns = of.before(tokens)  # which may use the memory of the logits
-        return products.measure(tokens, call.want, columns, call.known)
+        return products.measure(tokens, call.want, columns, call.known, exponentials)
 
     with torch.autocast(device.type, enabled=False):
         for part in chunks(before, size):
@@ -155,8 +159,9 @@ def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | Non
             of_policy.read(measure(others, of_policy), others, None)
         for part in chunks(total, size, plan.ends):
             tokens: Tokens = part if with_grad is None else with_grad[part]
-            chunk = measure(tokens, objective)
-            upstream = None if gradients is None else Upstream(gradients.place(chunk))
+            place = None if gradients is None else gradients.place(part.stop - part.start)
+            chunk = measure(tokens, objective, place if takes_exponentials else None)
+            upstream = None if gradients is None else Upstream(chunk.logits if place is None else place)
             upstream = objective.read(chunk, tokens, upstream)
             if gradients is not None and upstream is not None:
                 gradients.add(chunk, upstream, tokens)

@@ -51,6 +51,8 @@ class Chunk(NamedTuple):
     Attributes:
         columns: those kept apart, different from each other for a token, [tokens, k]; the padding column is none
         raw: their logits, in float64
+        row_scale: where the place of the gradient has exponentials of the logits, which times this and the gradient by
+            the log-prob are that by the logits
     """
 
     hidden: Tensor
@@ -60,6 +62,7 @@ class Chunk(NamedTuple):
     measured: Measurements
     columns: Tensor | None = None
     raw: Tensor | None = None
+    row_scale: Tensor | None = None
 
 
 class Upstream(NamedTuple):
@@ -146,10 +149,24 @@ class Products:
         stride = -(-self.logit_columns // alignment) * alignment
         return token_logprobs.empty(self.head.hidden, (tokens, stride), dtype, self.backend)[:, : self.logit_columns]
 
+    @property
+    def has_exponentials(self) -> bool:
+        """Whether a kernel writes the exponentials of a chunk's logits where their gradient would wait, in one read."""
+        is_wide_enough = self.head.weight.dtype == torch.bfloat16  # which has all exponents of float32
+        return self.backend == "triton" and is_wide_enough and self.logit_columns == self.columns
+
     def measure(
-        self, tokens: Tokens, want: Want = NOTHING_MORE, columns: Tensor | None = None, known: Known | None = None
+        self,
+        tokens: Tokens,
+        want: Want = NOTHING_MORE,
+        columns: Tensor | None = None,
+        known: Known | None = None,
+        exponentials: Tensor | None = None,
     ) -> Chunk:
-        """Logits and log-probs of a chunk: with columns to keep apart, of the rest; or only logits, as all is known."""
+        """Logits and log-probs of a chunk: with columns to keep apart, of the rest; or only logits, as all is known.
+
+        `exponentials` is where those of the logits belong, with which the gradient is known but for a factor a row.
+        """
         head = self.head
         hidden, logits = self.logits(tokens)
         targets, row_temperature = head.targets[tokens], None
@@ -160,6 +177,12 @@ class Products:
             entropy = absent if known.entropy is None else known.entropy[tokens]
             measured = Measurements(absent, entropy, absent, known.normalizer[tokens])
             return Chunk(hidden, logits, targets, row_temperature, measured)
+        if exponentials is not None:
+            logprobs, row_scale, entropy, squares = token_logprobs.EXPONENTIALS(
+                exponentials, logits, targets, row_temperature, *head.scaling, *want
+            )
+            measured = Measurements(logprobs, entropy, squares, logprobs.new_empty(0, dtype=torch.float64))
+            return Chunk(hidden, logits, targets, row_temperature, measured, row_scale=row_scale)
         raw = None
         if columns is not None:
             raw = logits.gather(1, columns).double()
@@ -170,7 +193,7 @@ class Products:
         squares = logprobs.new_empty(0)
         if want.sum_pi_squared:
             squares = token_logprobs.sum_of_squares(self.backend, rows, normalizer)
-        measured = Measurements(*(value.view(-1) for value in (logprobs, entropy, squares, normalizer)))
+        measured = Measurements(logprobs[0], entropy.view(-1), squares.view(-1), normalizer[0])
         if self.shard is not None:
             measured = self.shard.combine(measured, targets)
         return Chunk(hidden, logits, targets, row_temperature, measured, columns, raw)
@@ -179,9 +202,9 @@ class Products:
         return LogitRows(logits[None], targets[None], _one_row(row_temperature), *self.head.scaling)
 
     def differentiate(self, chunk: Chunk, upstream: Upstream) -> Tensor:
-        """The gradient by the logits of a chunk, where it belongs."""
+        """The gradient by the logits of a chunk, or what it is a multiple of in every row, where it belongs."""
         into = upstream.into
-        if not upstream.is_whole:
+        if not upstream.is_whole and chunk.row_scale is None:
             rows = self._rows(chunk.logits, chunk.targets, chunk.row_temperature)
             by_logprob, by_entropy = _one_row(upstream.by_logprob), _one_row(upstream.by_entropy)
             entropy = None if by_entropy is None else chunk.measured.entropy[None]
@@ -193,7 +216,7 @@ class Products:
 
     def logits(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         hidden = self.head.hidden[tokens]
-        logits = self.tile[: len(hidden)]
+        logits = self.tile[: hidden.shape[0]]
         if self.logit_columns > self.columns:
             logits[:, self.columns] = -torch.inf  # the gradient of the last chunk may be there
         out = logits[:, : self.columns]
@@ -206,15 +229,22 @@ class Products:
             logits.index_fill_(1, self.head.banned, -torch.inf)
         return hidden, logits
 
-    def to_hidden(self, by_logits: Tensor, by_reduced: Tensor | None) -> Tensor:
+    def to_hidden(self, by_logits: Tensor, by_reduced: Tensor | None, factors: Tensor | None) -> Tensor:
         result = by_logits.new_empty((len(by_logits), self.weight.shape[1]), dtype=self.head.wide)
         multiply(by_logits, self.weight, result)
         if self.adapter is not None and by_reduced is not None:
             result.addmm_(by_reduced, self.adapter.a)
-        return result.to(self.head.hidden.dtype)
+        return (
+            result.to(self.head.hidden.dtype) if factors is None else _scaled(result, factors, self.head.hidden.dtype)
+        )
 
     def to_weight(self, by_logits: Tensor, hidden: Tensor, total: Tensor, add: bool) -> None:
         multiply(by_logits.t(), hidden, total, add)
+
+
+def _scaled(rows: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows times their factors, rounded once."""
+    return torch.mul(rows, factors[:, None], out=torch.empty_like(rows, dtype=dtype))
 
 
 def _one_row(value: Tensor | None) -> Tensor | None:
@@ -281,6 +311,7 @@ class Gradients:
             self.hidden.zero_()
         self.staged: Tensor | None = None
         self.waiting: list[Tokens] = []  # places of the tokens in `staged`
+        self.factors: list[Tensor] = []  # that their rows are to be multiplied by, if any
         self.count = 0
         if products.in_halves:
             chunk_tokens = len(products.tile)
@@ -302,22 +333,26 @@ class Gradients:
             for factor, is_needed in ((head.lora_a, self.needs_lora_a), (head.lora_b, self.needs_lora_b))
         )
 
-    def place(self, chunk: Chunk) -> Tensor:
-        """The memory for the gradient by a chunk's logits: theirs, or where it waits for the products."""
+    def place(self, tokens: int) -> Tensor | None:
+        """Where the gradient by a chunk's logits waits for the products; None if it belongs over the logits."""
         if self.staged is None:
-            return chunk.logits
-        if self.count + len(chunk.hidden) > len(self.staged):
+            return None
+        if self.count + tokens > len(self.staged):
             self._multiply_waiting()
-        return self.staged[self.count : self.count + len(chunk.hidden)]
+        return self.staged[self.count : self.count + tokens]
 
     def add(self, chunk: Chunk, upstream: Upstream, tokens: Tokens) -> None:
         """Adds the gradient of a chunk, whose logits it may overwrite."""
         by_logits, hidden = self.products.differentiate(chunk, upstream), chunk.hidden
-        selected = None
+        factors, selected = None, None
+        if chunk.row_scale is not None and upstream.by_logprob is not None:
+            # a row that nothing depends on gets no gradient, whatever its logits are
+            factors = torch.where(upstream.by_logprob == 0, 0, chunk.row_scale * upstream.by_logprob)
         if self.looks:
             selected = tokens_with_grad(upstream.by_logprob, upstream.by_entropy, upstream.by_columns)
         if selected is not None and len(selected) <= _MAX_SHARE * len(hidden):
             by_logits, hidden = _moved_up(by_logits, selected), hidden[selected]
+            factors = None if factors is None else factors[selected]
             tokens = tokens[selected] if isinstance(tokens, Tensor) else selected + tokens.start
         if len(hidden) == 0:
             return
@@ -325,6 +360,8 @@ class Gradients:
             self._multiply(by_logits, hidden, tokens)
             return
         self.waiting.append(tokens)
+        if factors is not None:
+            self.factors.append(factors)
         self.count += len(by_logits)
 
     def finish(self) -> tuple[Tensor, ...]:
@@ -343,16 +380,21 @@ class Gradients:
             return
         tokens = _joined(self.waiting, self.staged.device)
         by_logits = self.staged[: self.count, : self.products.columns]
-        self._multiply(by_logits, self.products.head.hidden[tokens], tokens)
+        factors = torch.cat(self.factors) if self.factors else None
+        self._multiply(by_logits, self.products.head.hidden[tokens], tokens, factors)
         self.waiting.clear()
+        self.factors.clear()
         self.count = 0
 
-    def _multiply(self, by_logits: Tensor, hidden: Tensor, tokens: Tokens) -> None:
+    def _multiply(self, by_logits: Tensor, hidden: Tensor, tokens: Tokens, factors: Tensor | None = None) -> None:
+        """Adds the products with the gradient by the logits, which is `by_logits` times the rows' factors."""
         adapter, by_reduced = self.products.adapter, None
         if adapter is not None and (self.needs_hidden or self.needs_lora_a):
             by_reduced = adapter.to_reduced(by_logits)
         if self.needs_hidden:
-            self.hidden[tokens] = self.products.to_hidden(by_logits, by_reduced)
+            self.hidden[tokens] = self.products.to_hidden(by_logits, by_reduced, factors)
+        if factors is not None and (self.needs_weight or self.needs_lora_a or self.needs_lora_b):
+            hidden = _scaled(hidden, factors, hidden.dtype)  # as every sum over tokens has both
         if self.needs_lora_a and by_reduced is not None:
             self.lora_a.addmm_(by_reduced.t(), hidden.to(by_reduced.dtype))
         if self.needs_lora_b and adapter is not None:
@@ -360,8 +402,10 @@ class Gradients:
         if self.needs_weight:
             self.products.to_weight(by_logits, hidden, self.weight, add=self.is_written)
             self.is_written = True
-        if self.needs_bias:
+        if self.needs_bias and factors is None:
             self.bias += by_logits.sum(0, dtype=self.bias.dtype)
+        elif self.needs_bias and factors is not None:
+            multiply(by_logits.t(), factors.to(by_logits.dtype)[:, None], self.bias[:, None], add=True)
 
 
 def _processors(device: torch.device) -> int | None:

@@ -7,6 +7,8 @@ from typing import Any
 from grpo_kernels.aot import AotCase
 from grpo_kernels.ops.token_logprobs import triton as kernels
 
+_OPTIONAL = dict.fromkeys(("temperatures_ptr", "entropy_ptr", "squares_ptr"), "*fp32")
+
 
 def _aot_cases() -> tuple[AotCase, ...]:
     types = {"columns": "i32", "factor": "fp64", "bend": "fp32"}
@@ -57,4 +59,19 @@ def _aot_cases() -> tuple[AotCase, ...]:
     )
 
 
-AOT_SIGNATURES = _aot_cases()
+def _exponentials(label: str, capped: bool = False, **optional: str) -> AotCase:
+    names = "logits_ptr", "logprobs_ptr", "row_scale_ptr"
+    types = dict.fromkeys(names, "*fp32") | {"targets_ptr": "*i64", "into_ptr": "*bf16", "columns": "i32"}
+    types |= {"stride": "i64", "into_stride": "i64", "factor": "fp64", "bend": "fp32"} | optional
+    lanes = {"LOADS": kernels._LOADS_EXPONENTIALS, "LANES": 32 * kernels._WARPS}
+    absent = {"temperatures_ptr", "entropy_ptr", "squares_ptr"} - optional.keys()
+    constants = {"CAPPED": capped} | lanes | dict.fromkeys(absent)
+    return AotCase(kernels._exponentials_kernel, types, constants, kernels._WARPS, label=label)
+
+
+AOT_SIGNATURES = (
+    *_aot_cases(),
+    _exponentials("fp32 to bf16"),
+    _exponentials("entropy", entropy_ptr="*fp32"),
+    _exponentials("softcap, entropy, squares, per-row temperature", True, **_OPTIONAL),
+)

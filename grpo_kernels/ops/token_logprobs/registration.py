@@ -74,6 +74,9 @@ BACKWARD_INTO = registry.TorchOp(
     folder=__package__,
 )
 
+# A kernel of Triton's alone: log-probs, and in the same read what the gradient by the logits is a multiple of.
+EXPONENTIALS = registry.lazy("exponentials", __package__)
+
 
 def sum_of_squares(backend: str, rows: LogitRows, normalizer: Tensor) -> Tensor:
     """The sum of the squared probabilities of each row: at half the temperature they are what is normalised."""

@@ -19,13 +19,18 @@ _NO_EXPONENT = tl.constexpr(-10000.0)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
+# Sums of exponentials from this to its inverse leave room for their squares and for products with small factors.
+_LEAST = tl.constexpr(1e-12)
 
 # Loads of 16 bytes per thread at a time; rows within bounds have few columns.
 _WARPS, _LOADS, _LOADS_BACKWARD = 8, 2, 2
+_LOADS_EXPONENTIALS = 1  # as more would take so many registers that fewer rows are under way
 _SHORT_WARPS, _SHORT_LOADS = 1, 2
 # Arguments of which no value or alignment is compiled in.
 _ROWS = ["logits_ptr", "targets_ptr", "temperatures_ptr", "bounds_ptr", "normalizer_ptr", "entropy_ptr"]
 _BACKWARD = ["gradient_ptr", "grad_logprobs_ptr", "grad_entropy_ptr", "gradient_outer_stride", "gradient_inner_stride"]
+_EXPONENTIALS = ["logits_ptr", "targets_ptr", "temperatures_ptr", "into_ptr", "logprobs_ptr", "row_scale_ptr"]
+_EXPONENTIALS += ["entropy_ptr", "squares_ptr"]
 _RUNTIME = ["columns", "inner", "outer_stride", "inner_stride", "factor", "bend"]
 
 
@@ -79,6 +84,13 @@ def _body(pointer, columns, ITEMS: tl.constexpr):
     before = (15 - (address + 15) % 16) // (pointer.dtype.element_ty.primitive_bitwidth // 8)
     before = tl.minimum(before.to(tl.int32), columns)
     return before, (columns - before) // ITEMS * ITEMS
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) in float64, exact where x is far below 1."""
+    lost = (1.0 + x) - 1.0
+    return tl.where(lost == 0, x, tl.log(1.0 + x) * (x / tl.where(lost == 0, 1.0, lost)))
 
 
 @triton.jit(do_not_specialize=[*_ROWS, "logprobs_ptr", *_RUNTIME])
@@ -153,9 +165,7 @@ def _forward_kernel(
             spread += tl.sum(tl.sum(tl.maximum(exponent, _NO_EXPONENT) * term, axis=2), axis=0)
 
     others = (ties.to(tl.float64) - 1.0) + tl.sum(below, axis=0).to(tl.float64)
-    # log1p(others), exact where they are far below 1
-    lost = (1.0 + others) - 1.0
-    log_sum = tl.where(lost == 0, others, tl.log(1.0 + others) * (others / tl.where(lost == 0, 1.0, lost)))
+    log_sum = _log1p(others)
     known = (target >= 0) & (target < columns)
     own = _unscaled(tl.load(logits_ptr + target, mask=known, other=0.0).to(tl.float32), bend, CAPPED)[0]
     # a target that is no column, an overflow, or no number at all
@@ -267,6 +277,126 @@ def _backward_kernel(
     tl.store(gradient_ptr + target, own_gradient.to(dtype), mask=known)
 
 
+@triton.jit
+def _exponential(x, is_other, bend, scale, pivot, CAPPED: tl.constexpr):
+    """u, the exponent to base 2 and its power, but for the target, and du/dx."""
+    u, slope = _unscaled(x.to(tl.float32), bend, CAPPED)
+    exponent = tl.where(is_other, (u - pivot) * scale, float("-inf"))
+    return u, exponent, tl.exp2(exponent), slope
+
+
+@triton.jit(do_not_specialize=[*_EXPONENTIALS, "columns", "stride", "into_stride", "factor", "bend"])
+def _exponentials_kernel(
+    logits_ptr,
+    targets_ptr,
+    temperatures_ptr,
+    into_ptr,
+    logprobs_ptr,
+    row_scale_ptr,
+    entropy_ptr,
+    squares_ptr,
+    columns: "i32",
+    stride: "i64",
+    into_stride: "i64",
+    factor: "fp64",
+    bend: "fp32",
+    CAPPED: tl.constexpr,
+    LOADS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Measures a row and writes exp(z - o) du/dx for its gradient, in one read, with the target's z as the offset o.
+
+    Where that is so far from the log-sum-exp that numbers could overflow, the row is read again, with its largest z.
+    Rows that do not count, or hold what is no number, get zeros.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + row)
+    logits_ptr += row * stride
+    into_ptr += row * into_stride
+    factor = _factor(temperatures_ptr, row, factor)
+    counts = target != IGNORED
+    reads = counts & (target >= 0) & (target < columns)
+    own, own_slope = _unscaled(tl.load(logits_ptr + target, mask=reads, other=0.0).to(tl.float32), bend, CAPPED)
+    own_column = tl.where(reads, target, -1).to(tl.int32)
+
+    dtype = into_ptr.dtype.element_ty
+    ITEMS: tl.constexpr = 128 // dtype.primitive_bitwidth  # at least 16 bytes of the logits
+    before, body = _body(into_ptr, columns, ITEMS)
+    if (logits_ptr + before).to(tl.int64) % 16 != 0:  # logits that are aligned differently are read one at a time
+        body = 0
+    lanes = tl.arange(0, LANES)
+    pieces = tl.arange(0, LOADS)[:, None, None] * LANES + lanes[None, :, None]
+    places = pieces * ITEMS + tl.arange(0, ITEMS)[None, None, :]
+
+    turn = 0
+    pivot = tl.where(reads, own, 0.0)
+    is_good = False & counts
+    others = factor * 0
+    spread = factor * 0
+    squares = factor * 0
+    own_exponent = factor * 0
+    while turn < 3:
+        scale = tl.where(reads, factor * _LOG2_E, 1.0).to(tl.float32)
+        top = pivot
+        edge_sum = 0.0
+        edge_spread = 0.0
+        edge_squares = 0.0
+        for start in range(0, columns - body, LANES * ITEMS):
+            edge = start + tl.arange(0, LANES * ITEMS)
+            inside = edge < columns - body
+            column = edge + tl.where(edge < before, 0, body)
+            x = tl.load(logits_ptr + column, mask=inside & reads, other=float("-inf"))
+            u, exponent, term, slope = _exponential(x, column != own_column, bend, scale, pivot, CAPPED)
+            tl.store(into_ptr + column, (term * slope).to(dtype), mask=inside)
+            top = tl.maximum(top, tl.max(u, axis=0))
+            edge_sum += tl.sum(term, axis=0)
+            if entropy_ptr is not None:
+                edge_spread += tl.sum(tl.maximum(exponent, _NO_EXPONENT) * term, axis=0)
+            if squares_ptr is not None:
+                edge_squares += tl.sum(term * term, axis=0)
+        sums = tl.zeros([LANES], tl.float32)
+        spreads = tl.zeros([LANES], tl.float32)
+        sums_of_squares = tl.zeros([LANES], tl.float32)
+        highest = tl.zeros([LANES], tl.float32) + top
+        for start in range(0, body, LOADS * LANES * ITEMS):
+            column = before + start + places
+            inside = start + places < body
+            x = tl.load(tl.multiple_of(logits_ptr + column, [1, 1, 16]), mask=inside & reads, other=float("-inf"))
+            u, exponent, term, slope = _exponential(x, column != own_column, bend, scale, pivot, CAPPED)
+            tl.store(tl.multiple_of(into_ptr + column, [1, 1, 16]), (term * slope).to(dtype), mask=inside)
+            highest = tl.maximum(highest, tl.max(tl.max(u, axis=2), axis=0))
+            sums += tl.sum(tl.sum(term, axis=2), axis=0)
+            if entropy_ptr is not None:
+                spreads += tl.sum(tl.sum(tl.maximum(exponent, _NO_EXPONENT) * term, axis=2), axis=0)
+            if squares_ptr is not None:
+                sums_of_squares += tl.sum(tl.sum(term * term, axis=2), axis=0)
+        others = edge_sum.to(tl.float64) + tl.sum(sums, axis=0).to(tl.float64)
+        spread = edge_spread.to(tl.float64) + tl.sum(spreads, axis=0).to(tl.float64)
+        squares = edge_squares.to(tl.float64) + tl.sum(sums_of_squares, axis=0).to(tl.float64)
+        own_exponent = (own.to(tl.float64) - pivot.to(tl.float64)) * factor
+        total = tl.exp(own_exponent) + others
+        is_good = reads & (total > _LEAST) & (total < 1 / _LEAST)
+        turn = tl.where(is_good | (reads == 0), 3, turn + 1)
+        reads = reads & (turn != 2)
+        pivot = tl.where(is_good, pivot, tl.where(reads, tl.max(highest, axis=0), 0.0))
+    tl.debug_barrier()  # the target's own replaces that of the loop
+    own_value = (-others).to(tl.float32) * own_slope
+    tl.store(into_ptr + target, own_value.to(dtype), mask=is_good)
+
+    own_term = tl.exp(own_exponent)  # 1, or nearly nothing beside the others
+    total = tl.where(is_good, own_term + others, 1.0)
+    log_total = _log1p(tl.where(is_good, others + (own_term - 1.0), 0.0))
+    spoiled = tl.where(counts, float("nan"), 0.0)
+    tl.store(logprobs_ptr + row, tl.where(is_good, own_exponent - log_total, spoiled).to(tl.float32))
+    tl.store(row_scale_ptr + row, tl.where(is_good, -factor / total, spoiled).to(tl.float32))
+    if entropy_ptr is not None:
+        entropy = log_total - spread * _LN_2 / total
+        tl.store(entropy_ptr + row, tl.where(is_good, tl.maximum(entropy, 0.0), spoiled).to(tl.float32))
+    if squares_ptr is not None:
+        squares = (own_term * own_term + squares) / (total * total)
+        tl.store(squares_ptr + row, tl.where(is_good, squares, spoiled).to(tl.float32))
+
+
 def _arguments(
     logits: Tensor, bounds: Optional[Tensor], temperature: float, softcap: Optional[float], scale: float, loads: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -332,3 +462,32 @@ def backward_into(
         strides = gradient.stride()[:2] if bounds is None else (0, 0)
         rows = logits, targets, row_temperature, bounds, normalizer, entropy, gradient, grad_logprobs, grad_entropy
         _backward_kernel[(targets.numel(),)](*rows, *arguments, *strides, **constants)
+
+
+def exponentials(
+    into: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    row_temperature: Optional[Tensor],
+    temperature: float,
+    softcap: Optional[float],
+    logit_scale: float,
+    want_entropy: bool,
+    want_squares: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probs, row scales, entropies and sums of squared probabilities of rows [rows, columns], in one read.
+
+    The gradient by the logits is that by the log-prob, times the row's scale, times what is written `into`.
+    """
+    logprobs = logits.new_empty(targets.shape, dtype=torch.float32)
+    row_scale = torch.empty_like(logprobs)
+    entropy, squares = (torch.empty_like(logprobs) if want else None for want in (want_entropy, want_squares))
+    if targets.numel() > 0:
+        (*_, factor, bend), constants = _arguments(
+            logits[None], None, temperature, softcap, logit_scale, _LOADS_EXPONENTIALS
+        )
+        rows = logits, targets, row_temperature, into, logprobs, row_scale, entropy, squares
+        strides = logits.shape[1], logits.stride(0), into.stride(0)
+        _exponentials_kernel[(targets.numel(),)](*rows, *strides, factor, bend, **constants)
+    absent = logprobs.new_empty(0)
+    return logprobs, row_scale, absent if entropy is None else entropy, absent if squares is None else squares

@@ -25,7 +25,7 @@ from grpo_kernels.ops.linear_head.sizes import tokens_per_chunk
 from tests.communication import Communication
 from tests.harness import assert_within_budget, cpu_threads, quick
 from tests.ops.linear_head.cases import Problem, certain, digits_of, problem
-from tests.ops.linear_head.heads import EXACT, F32, F64, IGNORED, LEAVES, NAN, assert_close
+from tests.ops.linear_head.heads import BF16, EXACT, F32, F64, IGNORED, KERNELS, LEAVES, NAN, assert_close
 from tests.ops.linear_head.terms import takes_part
 from tests.ops.promises import Inputs, Results, assert_same_bits, evaluated, run
 from tests.rounding import Moves
@@ -79,6 +79,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
 RUNS = [(case, "cpu", F64) for case in (*CASES, *LOSSES)]
 RUNS += [(case, "reference", F64) for case in ("adapter", "banned", "a masked shard", "loss with everything")]
 RUNS += [(case, "cpu", F32) for case in CASES if case in ("plain", "chunks", "adapter") or "certain" in case]
+RUNS += [("loss of all tokens", "triton", BF16)] * ("triton" in KERNELS)
 
 
 def drawn(case: str, **changes: Any) -> Problem:
@@ -254,7 +255,7 @@ def test_it_is_what_one_process_gets(ranks: list[dict[Any, Any]], case: str, bac
         return
     moves = Moves(lambda: whole.run("reference"), gold)
     for name, value in gold.items():
-        assert got[name].dtype == dtype
+        assert got[name].dtype == working[name].dtype
         assert_within_budget(got[name], working[name], value, name, moves=moves)
 
 
