@@ -366,15 +366,18 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                     result = fused_head.packed_policy_loss(head, self._token_inputs(inputs), scored, **options)
                     is_dealt = self.dealer is not None and self.model.training
                     results.append((result, fused_head.padded_tokens(result.metrics, scored) if is_dealt else None))
-                return results[-1][0].loss.expand(len(head.targets)), None  # the outputs must depend on the head
+                loss = results[-1][0].loss
+                return torch.nn.functional.pad(loss[None], (0, len(head.targets) - 1)), None
 
             scoring, self._head_call = self._head_call, compute
             try:
-                _, _, aux_loss = self._forward(model, inputs, with_aux_loss=self.aux_loss_enabled)
+                outputs, _, aux_loss = self._forward(model, inputs, with_aux_loss=self.aux_loss_enabled)
             finally:
                 self._head_call = scoring
             ((result, tokens),) = results
-            return _Measured(result, tokens, aux_loss)
+            # the first of these is the loss, the others are 0: the hooks of a model that ZeRO-3 partitions, or that
+            # DistributedDataParallel wraps, are those of its outputs
+            return _Measured(result._replace(loss=outputs.sum()), tokens, aux_loss)
         logprobs, entropy, aux_loss = self._forward(
             model, inputs, with_entropy=True, with_aux_loss=self.aux_loss_enabled
         )
@@ -439,7 +442,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """As TRL's, with our head if it is the fused one, and by length where many rows are only scored."""
         results: tuple[Tensor, Tensor | None, Tensor | None]
         call, tokens = super()._get_per_token_logps_and_entropies, (input_ids, attention_mask, logits_to_keep)
-        with fused_head.head_calls(self._head_call) if self.head == "fused" else contextlib.nullcontext():
+        with fused_head.head_calls(self._head_call, model) if self.head == "fused" else contextlib.nullcontext():
             if self.dealer is None or batch_size is None or any(value is not None for value in options.values()):
                 results = call(model, *tokens, batch_size, **options)
             else:
