@@ -255,3 +255,11 @@ def test_names_of_the_trainers_exist() -> None:
                 called = imported[ast.unparse(node.func)]
                 accepted = {name for kind in called.__mro__[:2] for name in inspect.signature(kind).parameters}
                 assert {keyword.arg for keyword in node.keywords} <= accepted, ast.unparse(node)
+
+
+def test_who_may_use_what_names_tests() -> None:
+    root = Path(__file__).parent
+    named = re.findall(r"`(\w+/\w+\.py)::(test_\w+)`", (root.parent / "docs" / "README.md").read_text())
+    assert len(named) > 20
+    for path, name in named:
+        assert f"def {name}(" in (root / path).read_text(), (path, name)

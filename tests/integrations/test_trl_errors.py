@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,15 +139,15 @@ def test_a_fused_head_that_is_in_parts() -> None:
     args = SimpleNamespace(torch_compile=False, fsdp=["full_shard"], top_entropy_quantile=0.5)
     of_one = SimpleNamespace(num_processes=1, is_fsdp2=False)
     trainer = SimpleNamespace(args=args, is_fsdp_enabled=False, top_entropy_quantile=0.5, accelerator=of_one)
-    _head.check_fused(trainer)
     of_fsdp2 = SimpleNamespace(num_processes=1, is_fsdp2=True)
-    _head.check_fused(SimpleNamespace(**vars(trainer) | {"is_fsdp_enabled": True, "accelerator": of_fsdp2}))
+    sharded = SimpleNamespace(**vars(trainer) | {"is_fsdp_enabled": True, "accelerator": of_fsdp2})
+    assert _head.obstacle(trainer) is None and _head.obstacle(sharded) is None
     for name, value, message in (
         ("accelerator", SimpleNamespace(num_processes=2), "top_entropy_quantile must be 1 with several .*, got 0.5$"),
         ("is_fsdp_enabled", True, r"fsdp must have fsdp_version 2 for head='fused', .*, got \['full_shard'\]$"),
     ):
-        with pytest.raises(ValueError, match=message):
-            _head.check_fused(SimpleNamespace(**vars(trainer) | {name: value}))
+        found = _head.obstacle(SimpleNamespace(**vars(trainer) | {name: value}))
+        assert found is not None and re.search(message, found)
 
 
 def test_a_forward_of_trl_that_scores_other_tokens() -> None:

@@ -165,25 +165,25 @@ def packed_policy_loss(head: HeadInputs, tokens: TokenInputs, scored: Tensor, **
     )
 
 
-def check_fused(trainer: Any) -> None:
-    """Refuses what the fused head cannot honour."""
+def obstacle(trainer: Any) -> str | None:
+    """What the fused head cannot honour: a setting, the rule that it breaks, and why."""
     several = trainer.accelerator.num_processes > 1
     rules = [
         (
             "fsdp",
             "must have fsdp_version 2",
             trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2,
-            "as the first has no head outside of its own forward; use head='logprobs'",
+            "as the first has no head outside of its own forward",
         ),
         ("torch_compile", "must be False", trainer.args.torch_compile, "as the loss is computed within the forward"),
         (
             "top_entropy_quantile",
             "must be 1 with several processes",
             several and trainer.top_entropy_quantile < 1,
-            "as the threshold needs the entropies of all before the loss of any; use head='logprobs'",
+            "as the threshold needs the entropies of all before the loss of any",
         ),
     ]
     for name, rule, is_broken, reason in rules:
         if is_broken:
-            value = getattr(trainer.args, name, None)
-            raise ValueError(f"FusedGRPOTrainer: {name} {rule} for head='fused', {reason}, got {value!r}")
+            return f"{name} {rule} for head='fused', {reason}, got {getattr(trainer.args, name, None)!r}"
+    return None
