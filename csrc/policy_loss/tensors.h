@@ -20,11 +20,11 @@ namespace grpo_kernels {
       GRPO_POLICY_TOKENS(GRPO_POLICY_PARAMETER, GRPO_POLICY_PARAMETER, GRPO_POLICY_PARAMETER) Tensor advantages, \
       std::optional<Tensor> is_weights, std::optional<Tensor> cu_seqlens, std::optional<Tensor> normalizers,     \
       std::vector<double> counts, std::vector<int64_t> modes, std::vector<double> coefficients,                  \
-      bool needs_entropy_gradient
+      bool needs_entropy_gradient, bool checks_values
 #define GRPO_POLICY_NAME(name) name,
 #define GRPO_POLICY_ARGUMENTS                                                                                \
   logprobs, GRPO_POLICY_TOKENS(GRPO_POLICY_NAME, GRPO_POLICY_NAME, GRPO_POLICY_NAME) advantages, is_weights, \
-      cu_seqlens, normalizers, counts, modes, coefficients, needs_entropy_gradient
+      cu_seqlens, normalizers, counts, modes, coefficients, needs_entropy_gradient, checks_values
 
 // The arguments, checked.
 struct PolicyInputs {
@@ -38,7 +38,7 @@ struct PolicyInputs {
   std::optional<Tensor> is_weights, cu_seqlens, normalizers;
   std::vector<double> counts;  // normalizers known to the host: tokens, rows, segments; NaN: not known
   PolicyPlan plan;
-  bool needs_entropy_gradient;
+  bool needs_entropy_gradient, checks_values;
   int64_t rows, tokens;
 
   explicit PolicyInputs(GRPO_POLICY_PARAMETERS);
@@ -116,21 +116,29 @@ inline PolicyInputs::PolicyInputs(GRPO_POLICY_PARAMETERS)
       counts(counts),
       plan(checked_plan(logprobs, cu_seqlens, counts, modes, coefficients)),
       needs_entropy_gradient(needs_entropy_gradient),
+      checks_values(checks_values),
       rows(cu_seqlens ? cu_seqlens->numel() - 1 : logprobs.size(0)),
       tokens(logprobs.numel()) {
   check();
 }
 #undef GRPO_SAME
 
-// The results of the op, not initialised. Without an entropy gradient that tensor is empty.
+// The results of the op, not initialised. Without an entropy gradient that tensor is empty; gradients have the shape of
+// the log-probs.
 struct PolicyResults {
   Tensor loss, metrics, gradient, entropy_gradient;
 
   explicit PolicyResults(const PolicyInputs& in)
       : loss(empty_tensor(in.logprobs, nullptr, 0, dtype_of(in.logprobs))),
         metrics(empty_vector(in.logprobs, kPolicyMetrics, aoti_torch_dtype_float64())),
-        gradient(empty_vector(in.logprobs, in.tokens, dtype_of(in.logprobs))),
-        entropy_gradient(empty_vector(in.logprobs, in.needs_entropy_gradient ? in.tokens : 0, dtype_of(in.logprobs))) {}
+        gradient(empty_like(in.logprobs)),
+        entropy_gradient(in.needs_entropy_gradient ? empty_like(in.logprobs)
+                                                   : empty_vector(in.logprobs, 0, dtype_of(in.logprobs))) {}
+
+ private:
+  static Tensor empty_like(const Tensor& tensor) {
+    return empty_tensor(tensor, tensor.sizes().data(), tensor.dim(), dtype_of(tensor));
+  }
 };
 
 }  // namespace grpo_kernels

@@ -16,6 +16,7 @@ from grpo_kernels.ops.policy_loss.reference import Policy
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _NUMBERS = checks.INTEGERS + checks.FLOATS
+_FLAGS = (torch.bool, *_NUMBERS)
 _COUNTED = ("tokens", "rows", "segments")
 # Divisor of the means of each aggregation; sums and local means do not read a normalizer.
 _UNITS = {
@@ -84,9 +85,11 @@ class Layout:
         return None if value is None else self.number(value, detach)
 
     def flags(self, name: str, value: Tensor | None) -> Tensor | None:
-        value = self.per_token(name, value, (torch.bool, *_NUMBERS))
-        if value is None or value.dtype != torch.bool:
-            return None if value is None else checks.flags(self.op, name, value)
+        value = self.per_token(name, value, _FLAGS)
+        if value is None:
+            return None
+        if value.dtype != torch.bool:
+            return checks.flags(self.op, name, value)
         # autograd saves masks, but none from inference mode, in which rollouts are often scored
         return value.clone() if not torch.compiler.is_compiling() and value.is_inference() else value
 
@@ -117,12 +120,14 @@ class Layout:
         checks.tensor(self.op, name, value, checks.FLOATS)
         checks.same_device(self.op, name, value, self.device)
         if value.shape != self.shape:
-            if tuple(value.shape) not in ((self.rows,), (self.rows, 1)):
+            is_column = value.shape == (self.rows, 1)
+            if not is_column and value.shape != (self.rows,):
                 raise ValueError(
                     f"{self.op}: {name} must have one value per row, {[self.rows]}, or per token, "
                     f"{list(self.shape)}, got {list(value.shape)}"
                 )
-            value = value.reshape(-1, 1) if self.is_ambiguous else value.reshape(-1)
+            if is_column and not self.is_ambiguous:
+                value = value.reshape(-1)
         checks.constant(self.op, name, value)
         return self.number(value, detach=True)
 
@@ -148,13 +153,14 @@ def check_policy(
     *,
     cu_seqlens: Tensor | None,
     normalizer: Normalizer | None,
+    with_values: bool = True,
     **tensors: Tensor | None,
 ) -> Policy:
     """Everything but log-probs and entropies, as the op takes it; each tensor as its field of Policy says."""
-    checked: dict[str, Any] = {}
-    for name, (check, may_be_none) in _CHECKED.items():
-        value = tensors[name]
-        checked[name] = None if value is None and may_be_none else check(layout, name, value)
+    checked: dict[str, Any] = {
+        name: None if tensors[name] is None and may_be_none else check(layout, name, tensors[name])
+        for name, (check, may_be_none) in _CHECKED.items()
+    }
     counts, normalizers = _normalizers(layout, config, normalizer)
     policy = Policy(
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.long().contiguous(),
@@ -165,19 +171,21 @@ def check_policy(
         **checked,
     )
     _check_required(layout, config, policy, normalizer)
-    _check_tokens(layout, policy)
+    if with_values:
+        check_values(layout, policy)
     return policy
 
 
-def _check_tokens(layout: Layout, policy: Policy) -> None:
+def check_values(layout: Layout, policy: Policy, logprobs: Tensor | None = None) -> None:
+    """Refuses on the CPU tokens of no row and what cannot be log-probs, as the CPU kernel does with checks_values."""
     if policy.cu_seqlens is not None and checks.is_readable(policy.cu_seqlens):
         valid = policy.mask
         if policy.segments is not None:
             is_inside = policy.segments >= 0
             valid = is_inside if valid is None else valid & is_inside
         checks.no_token_left_out(layout.op, policy.cu_seqlens, layout.shape[0], valid)
-    for name in ("old_logprobs", "ref_logprobs"):
-        value = getattr(policy, name)
+    named = {"old_logprobs": policy.old_logprobs, "ref_logprobs": policy.ref_logprobs, "logprobs": logprobs}
+    for name, value in named.items():
         if value is not None:
             checks.log_probs(layout.op, name, value, policy.mask)
 
@@ -247,7 +255,7 @@ def participants(
         if segments.shape == targets.shape:
             takes_part = takes_part & (segments >= 0)
     if mask is not None:
-        checks.shaped(op, "mask", mask, (torch.bool, *_NUMBERS), targets.device, targets.shape, name)
+        checks.shaped(op, "mask", mask, _FLAGS, targets.device, targets.shape, name)
         takes_part = takes_part & checks.flags(op, "mask", mask)
     if cu_seqlens is not None:
         checks.no_token_left_out(op, cu_seqlens, len(targets), takes_part)

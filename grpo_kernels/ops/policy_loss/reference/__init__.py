@@ -45,12 +45,16 @@ class Policy:
 
 @op_inputs
 class PolicyInputs:
-    """Checked arguments of policy_loss; the gradient by the entropy is that of the bonus."""
+    """Checked arguments of policy_loss; the gradient by the entropy is that of the bonus.
+
+    `checks_values` lets the CPU kernel refuse values, which otherwise were checked.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None
     policy: Policy
     needs_entropy_gradient: bool
+    checks_values: bool = False
 
 
 def forward(inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
