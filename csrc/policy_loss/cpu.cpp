@@ -355,18 +355,15 @@ void check_values(const PolicyBatch<T>& in) {
 }  // namespace
 
 PolicyLossTensors policy_loss_cpu(GRPO_POLICY_PARAMETERS) {
-  PolicyInputs inputs(GRPO_POLICY_ARGUMENTS);
-  if (normalizers) {
-    const double* const values = optional_data<double>(normalizers);
-    for (int i = 0; i < 3; ++i) inputs.counts[i] = std::isnan(values[i]) ? counts[i] : values[i];
-  }
+  const PolicyInputs inputs(GRPO_POLICY_ARGUMENTS);
   const int64_t* const bounds = optional_data<int64_t>(cu_seqlens);
   if (bounds != nullptr) check_packed_bounds(kOp, bounds, inputs.rows, inputs.tokens);
 
   const PolicyResults results(inputs);
   const auto run = [&](auto zero) {
     using T = decltype(zero);
-    const PolicyBatch<T> in = inputs.batch<T>();
+    PolicyBatch<T> in = inputs.batch<T>();
+    if (normalizers) in.normalizers.read(optional_data<double>(normalizers));
     if (checks_values) check_values(in);
     T* const gradient = data_of<T>(results.gradient);
     advise_huge_pages(gradient, inputs.tokens * sizeof(T));

@@ -2,6 +2,8 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
+#include <cmath>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -36,7 +38,7 @@ struct PolicyInputs {
 #undef GRPO_TENSOR
   Tensor advantages;
   std::optional<Tensor> is_weights, cu_seqlens, normalizers;
-  std::vector<double> counts;  // normalizers known to the host: tokens, rows, segments; NaN: not known
+  std::vector<double> counts;  // tokens, rows, segments; NaN: to be counted, infinite: the next of normalizers
   PolicyPlan plan;
   bool needs_entropy_gradient, checks_values;
   int64_t rows, tokens;
@@ -89,7 +91,10 @@ inline void PolicyInputs::check() const {
   check_array(kOp, "advantages", advantages, is_by_row(advantages) ? rows : tokens, dtype);
   check_array(kOp, "is_weights", is_weights, is_weights && is_by_row(*is_weights) ? rows : tokens, dtype);
   check_array(kOp, "cu_seqlens", cu_seqlens, rows + 1, ScalarType::Long);
-  check_array(kOp, "normalizers", normalizers, 3, ScalarType::Double);
+  const auto is_infinite = [](double count) { return std::isinf(count); };
+  const int64_t read = std::count_if(counts.begin(), counts.end(), is_infinite);
+  GRPO_CHECK(normalizers || read == 0, kOp, ": normalizers must have ", read, " elements, got none");
+  check_array(kOp, "normalizers", normalizers, read, ScalarType::Double);
   GRPO_CHECK(segments || !plan.by_segment(), kOp, ": segments must be given for this ratio, got none");
   GRPO_CHECK(!policy_mask || plan.loss != Loss::kGeoMean, kOp,
              ": policy_mask must be left out where terms are rows, got a tensor");

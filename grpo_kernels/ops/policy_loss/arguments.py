@@ -303,40 +303,32 @@ def check_reads_reference(op: str, name: str, config: LossConfig) -> None:
 def _normalizers(
     layout: Layout, config: LossConfig, normalizer: Normalizer | None
 ) -> tuple[list[float], Tensor | None]:
-    """Counts of tokens, rows and segments: numbers, and a tensor if any count is one; NaN means to be counted."""
+    """Counts of tokens, rows and segments, and a tensor of those that are inf; NaN means to be counted."""
     op = layout.op
     if normalizer is None:
         return [math.nan] * len(_COUNTED), None
     if not isinstance(normalizer, Mapping):
         normalizer = {_unit(config): normalizer}
-    numbers: dict[str, float] = dict.fromkeys(_COUNTED, math.nan)
-    tensors: dict[str, Tensor] = {}
+    counts: dict[str, float | Tensor] = dict.fromkeys(_COUNTED, math.nan)
     for name, value in normalizer.items():
         if name not in _COUNTED:
             hint = checks.nearest(name, _COUNTED)
             raise ValueError(f"{op}: normalizer must be for one of {', '.join(_COUNTED)}, got {name!r}{hint}")
-        count = _check_count(layout, value)
-        if isinstance(count, Tensor):
-            tensors[name] = count
-        else:
-            numbers[name] = count
-    if not tensors:
-        return list(numbers.values()), None
-    unknown = torch.full((), math.nan, dtype=torch.float64, device=layout.device)
-    return list(numbers.values()), torch.stack([tensors.get(name, unknown) for name in _COUNTED])
+        counts[name] = _check_count(layout, value)
+    tensors = [count for count in counts.values() if isinstance(count, Tensor)]
+    numbers = [math.inf if isinstance(count, Tensor) else count for count in counts.values()]
+    return numbers, torch.cat(tensors) if len(tensors) > 1 else next(iter(tensors), None)
 
 
 def _check_count(layout: Layout, value: float | Tensor) -> float | Tensor:
-    """A divisor, as a float or a float64 scalar on the device."""
+    """A divisor, as a float or a float64 [1] on the device."""
     op = layout.op
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{op}: normalizer must have one element, got shape {list(value.shape)}")
         checks.same_device(op, "normalizer", value, layout.device)  # a copy from the host would wait
         checks.constant(op, "normalizer", value)
-        count = value.detach().double().reshape(())
-        # a count from elsewhere can be 0, which counts as 1, as in TRL
-        return torch.where(count > 0, count, 1.0)
+        return value.detach().double().reshape(1)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{op}: normalizer must be a positive number, got {value!r}")
     return float(value)

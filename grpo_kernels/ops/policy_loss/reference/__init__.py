@@ -24,8 +24,8 @@ class Policy:
 
     Tensors share one dtype, are contiguous and have no gradient. Those with one entry per token come first. The strings
     name what the tensors hold, by which arguments.py checks them.
-    `counts` and `normalizers` are [3], for tokens, rows and segments; NaN where the batch is to be counted. `modes` and
-    `coefficients` are the plan of a LossConfig.
+    `counts` are for tokens, rows and segments: NaN where the batch is to be counted, inf for the next of `normalizers`.
+    `modes` and `coefficients` are the plan of a LossConfig.
     """
 
     old_logprobs: Annotated[Tensor | None, "numbers"]
