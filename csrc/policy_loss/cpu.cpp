@@ -17,7 +17,7 @@
 
 namespace grpo_kernels {
 
-using PolicyLossTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using PolicyLossTensors = std::tuple<Tensor, Tensor, Tensor>;
 namespace {
 
 constexpr const char* kOp = PolicyInputs::kOp;
@@ -365,9 +365,9 @@ PolicyLossTensors policy_loss_cpu(GRPO_POLICY_PARAMETERS) {
     PolicyBatch<T> in = inputs.batch<T>();
     if (normalizers) in.normalizers.read(optional_data<double>(normalizers));
     if (checks_values) check_values(in);
-    T* const gradient = data_of<T>(results.gradient);
+    T* const gradient = results.gradient<T>();
     advise_huge_pages(gradient, inputs.tokens * sizeof(T));
-    T* const entropy_gradient = needs_entropy_gradient ? data_of<T>(results.entropy_gradient) : nullptr;
+    T* const entropy_gradient = results.entropy_gradient<T>(inputs);
     double* const metrics = data_of<double>(results.metrics);
     // packed tensors may have tokens after the last row
     const int64_t used = bounds == nullptr ? inputs.tokens : bounds[inputs.rows];
@@ -377,7 +377,7 @@ PolicyLossTensors policy_loss_cpu(GRPO_POLICY_PARAMETERS) {
     *data_of<T>(results.loss) = static_cast<T>(metrics[0]);
   };
   inputs.is_double() ? run(double{}) : run(float{});
-  return {results.loss, results.metrics, results.gradient, results.entropy_gradient};
+  return {results.loss, results.metrics, results.gradients};
 }
 
 }  // namespace grpo_kernels

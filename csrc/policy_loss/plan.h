@@ -18,7 +18,7 @@ GRPO_CODES(Kl, int64_t, kNone, kK1, kK2, kK3, kAbs);
 GRPO_CODES(Aggregation, int64_t, kTokenMean, kTokenSum, kSeqMeanTokenMean, kSeqMeanTokenSum, kSeqMeanTokenSumNorm,
            kLocalTokenMean);
 
-// In the order of LossConfig.modes and LossConfig.coefficients.
+// In the order of LossConfig.settings.
 // clang-format off: it would nest the entries
 #define GRPO_POLICY_SETTINGS(MODE, COEFFICIENT)                                                           \
   MODE(Loss, loss) MODE(Ratio, ratio) MODE(Kl, kl) MODE(bool, kl_straight) MODE(bool, kl_unbiased)        \

@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <optional>
 #include <tuple>
@@ -21,12 +22,11 @@ namespace grpo_kernels {
   Tensor logprobs,                                                                                               \
       GRPO_POLICY_TOKENS(GRPO_POLICY_PARAMETER, GRPO_POLICY_PARAMETER, GRPO_POLICY_PARAMETER) Tensor advantages, \
       std::optional<Tensor> is_weights, std::optional<Tensor> cu_seqlens, std::optional<Tensor> normalizers,     \
-      std::vector<double> counts, std::vector<int64_t> modes, std::vector<double> coefficients,                  \
-      bool needs_entropy_gradient, bool checks_values
+      std::vector<double> counts, std::vector<double> numbers, bool needs_entropy_gradient, bool checks_values
 #define GRPO_POLICY_NAME(name) name,
 #define GRPO_POLICY_ARGUMENTS                                                                                \
   logprobs, GRPO_POLICY_TOKENS(GRPO_POLICY_NAME, GRPO_POLICY_NAME, GRPO_POLICY_NAME) advantages, is_weights, \
-      cu_seqlens, normalizers, counts, modes, coefficients, needs_entropy_gradient, checks_values
+      cu_seqlens, normalizers, counts, numbers, needs_entropy_gradient, checks_values
 
 // The arguments, checked.
 struct PolicyInputs {
@@ -101,14 +101,13 @@ inline void PolicyInputs::check() const {
 }
 
 inline PolicyPlan checked_plan(const Tensor& logprobs, const std::optional<Tensor>& cu_seqlens,
-                               const std::vector<double>& counts, const std::vector<int64_t>& modes,
-                               const std::vector<double>& coefficients) {
+                               const std::vector<double>& counts, const std::vector<double>& numbers) {
   const char* const op = PolicyInputs::kOp;
   GRPO_CHECK(logprobs.dim() == (cu_seqlens ? 1 : 2), op,
              ": logprobs must have shape [B, T], or [M] with cu_seqlens, got ", logprobs.dim(), " dimensions");
   GRPO_CHECK(counts.size() == 3, op, ": counts must have 3 numbers, got ", counts.size());
   check_float_or_double(op, "logprobs", logprobs);
-  return check_settings<PolicyPlan>(op, modes, coefficients);
+  return check_settings<PolicyPlan>(op, numbers);
 }
 
 #define GRPO_SAME(name) name(name),
@@ -119,7 +118,7 @@ inline PolicyInputs::PolicyInputs(GRPO_POLICY_PARAMETERS)
       cu_seqlens(cu_seqlens),
       normalizers(normalizers),
       counts(counts),
-      plan(checked_plan(logprobs, cu_seqlens, counts, modes, coefficients)),
+      plan(checked_plan(logprobs, cu_seqlens, counts, numbers)),
       needs_entropy_gradient(needs_entropy_gradient),
       checks_values(checks_values),
       rows(cu_seqlens ? cu_seqlens->numel() - 1 : logprobs.size(0)),
@@ -128,21 +127,33 @@ inline PolicyInputs::PolicyInputs(GRPO_POLICY_PARAMETERS)
 }
 #undef GRPO_SAME
 
-// The results of the op, not initialised. Without an entropy gradient that tensor is empty; gradients have the shape of
-// the log-probs.
+// The results of the op, not initialised. `gradients` is that by the log-probs, in their shape, or with that by the
+// entropies [2, ...].
 struct PolicyResults {
-  Tensor loss, metrics, gradient, entropy_gradient;
+  Tensor loss, metrics, gradients;
 
   explicit PolicyResults(const PolicyInputs& in)
       : loss(empty_tensor(in.logprobs, nullptr, 0, dtype_of(in.logprobs))),
         metrics(empty_vector(in.logprobs, kPolicyMetrics, aoti_torch_dtype_float64())),
-        gradient(empty_like(in.logprobs)),
-        entropy_gradient(in.needs_entropy_gradient ? empty_like(in.logprobs)
-                                                   : empty_vector(in.logprobs, 0, dtype_of(in.logprobs))) {}
+        gradients(empty_gradients(in)) {}
+
+  template <typename T>
+  T* gradient() const {
+    return data_of<T>(gradients);
+  }
+  template <typename T>
+  T* entropy_gradient(const PolicyInputs& in) const {
+    return in.needs_entropy_gradient ? gradient<T>() + in.tokens : nullptr;
+  }
 
  private:
-  static Tensor empty_like(const Tensor& tensor) {
-    return empty_tensor(tensor, tensor.sizes().data(), tensor.dim(), dtype_of(tensor));
+  static Tensor empty_gradients(const PolicyInputs& in) {
+    std::array<int64_t, 3> sizes{2};
+    const auto shape = in.logprobs.sizes();
+    std::copy(shape.begin(), shape.end(), sizes.begin() + 1);
+    const int64_t first = in.needs_entropy_gradient ? 0 : 1;
+    const int64_t dimensions = static_cast<int64_t>(shape.size()) + 1 - first;
+    return empty_tensor(in.logprobs, sizes.data() + first, dimensions, dtype_of(in.logprobs));
   }
 };
 

@@ -166,8 +166,7 @@ def check_policy(
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.long().contiguous(),
         normalizers=normalizers,
         counts=counts,
-        modes=config.modes,
-        coefficients=config.coefficients,
+        settings=config.settings,
         **checked,
     )
     _check_required(layout, config, policy, normalizer)

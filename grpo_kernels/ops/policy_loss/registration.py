@@ -21,15 +21,15 @@ from grpo_kernels.ops.policy_loss.reference.metrics import METRICS
 
 _WIDE = (torch.float32, torch.float64)
 SUPPORTS = {"cuda": _WIDE, "cpu": _WIDE, "reference": _WIDE}
-_RESULTS = "(Tensor, Tensor, Tensor, Tensor)"
+_RESULTS = "(Tensor, Tensor, Tensor)"  # loss, metrics, and the gradients by log-probs and entropies, if any
 _LAYOUT = registry.Layout(PolicyInputs)
 
 
-def _fake(inputs: PolicyInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake(inputs: PolicyInputs) -> tuple[Tensor, Tensor, Tensor]:
     logprobs = inputs.logprobs
     metrics = logprobs.new_empty(len(METRICS), dtype=torch.float64)
-    by_entropy = logprobs.new_empty(logprobs.shape if inputs.needs_entropy_gradient else 0)
-    return logprobs.new_empty(()), metrics, logprobs.new_empty(logprobs.shape), by_entropy
+    gradients = logprobs.new_empty((2, *logprobs.shape) if inputs.needs_entropy_gradient else logprobs.shape)
+    return logprobs.new_empty(()), metrics, gradients
 
 
 registry.define_compiled(
@@ -74,21 +74,21 @@ class _PolicyLoss(torch.autograd.Function):
     def forward(
         ctx: Any, logprobs: Tensor, entropy: Tensor | None, inputs: PolicyInputs, backend: str
     ) -> tuple[Tensor, Tensor]:
-        loss, metrics, *gradients = _forward(backend, inputs)
+        loss, metrics, gradients = _forward(backend, inputs)
         ctx.mark_non_differentiable(metrics)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*gradients[: 1 + inputs.needs_entropy_gradient])
+        ctx.save_for_backward(gradients)
+        ctx.needs_entropy_gradient = inputs.needs_entropy_gradient
         return loss, metrics
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         by_logprob = by_entropy = None
         if upstream is not None:
-            gradient, *of_entropy = ctx.saved_tensors
-            if ctx.needs_input_grad[0]:
-                by_logprob = scaled("policy_loss", gradient, upstream)
-            if of_entropy:
-                by_entropy = scaled("policy_loss", of_entropy[0], upstream)
+            (gradients,) = ctx.saved_tensors
+            by_logprob = scaled("policy_loss", gradients, upstream)
+            if ctx.needs_entropy_gradient:
+                by_logprob, by_entropy = by_logprob
         return by_logprob, by_entropy, None, None
 
 
@@ -101,15 +101,16 @@ def apply(backend: str, inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
     if has_leaf and torch.is_grad_enabled():
         loss, metrics = _PolicyLoss.apply(logprobs, entropy, inputs, backend)  # type: ignore[no-untyped-call]
     else:
-        loss, metrics, *_ = _forward(backend, inputs)
+        loss, metrics, _ = _forward(backend, inputs)
     return loss, metrics
 
 
 def apply_with_gradients(backend: str, inputs: PolicyInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss, metrics, and the gradients by log-probs and entropy, flat; for callers that are not traced."""
     if backend != "reference":
-        loss, metrics, *gradients = _forward(backend, inputs)
-        return loss, metrics, *(gradient.view(-1) for gradient in gradients)
+        loss, metrics, gradients = _forward(backend, inputs)
+        by_logprob, *by_entropy = gradients.view(1 + inputs.needs_entropy_gradient, -1)
+        return loss, metrics, by_logprob, by_entropy[0] if by_entropy else by_logprob.new_empty(0)
     with torch.enable_grad():
         logprobs, entropy = inputs.logprobs.detach().requires_grad_(), inputs.entropy
         leaves = [logprobs]

@@ -16,6 +16,7 @@ from grpo_kernels.ops.policy_loss.losses import SEGMENT_MEAN, SEQUENCE, SEQUENCE
 from grpo_kernels.ops.policy_loss.reference.aggregation import Shares
 from grpo_kernels.ops.policy_loss.reference.metrics import METRICS, measure
 from grpo_kernels.ops.policy_loss.reference.rows import Terms, Tokens, Weights
+from grpo_kernels.plans import read
 
 
 @op_inputs
@@ -25,7 +26,7 @@ class Policy:
     Tensors share one dtype, are contiguous and have no gradient. Those with one entry per token come first. The strings
     name what the tensors hold, by which arguments.py checks them.
     `counts` are for tokens, rows and segments: NaN where the batch is to be counted, inf for the next of `normalizers`.
-    `modes` and `coefficients` are the plan of a LossConfig.
+    `settings` are the plan of a LossConfig.
     """
 
     old_logprobs: Annotated[Tensor | None, "numbers"]
@@ -39,8 +40,7 @@ class Policy:
     cu_seqlens: Tensor | None
     normalizers: Tensor | None
     counts: list[float]
-    modes: list[int]
-    coefficients: list[float]
+    settings: list[float]
 
 
 @op_inputs
@@ -59,7 +59,7 @@ class PolicyInputs:
 
 def forward(inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
     logprobs, policy = inputs.logprobs, inputs.policy
-    plan = Plan(*policy.modes, *policy.coefficients)
+    plan = read(Plan, policy.settings)
     rows = TokenRows("policy_loss", logprobs.shape, policy.cu_seqlens, logprobs.device)
     mask, segments = policy.mask, policy.segments
     valid = torch.ones(logprobs.numel(), dtype=torch.bool, device=logprobs.device) if mask is None else mask.reshape(-1)
