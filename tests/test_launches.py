@@ -111,12 +111,12 @@ def correction(config: gk.CorrectionConfig) -> Make:
     return make
 
 
-def head(chunks: int, of_loss: bool) -> Make:
+def head(chunks: int, of_loss: bool, dtype: torch.dtype = torch.float32) -> Make:
     """A head over 16 tokens for each chunk."""
 
     def make(put: Put) -> Call:
         shape = 2, 8 * chunks
-        hidden, weight = leaf(put(torch.randn(*shape, 16))), leaf(put(torch.randn(70, 16)))
+        hidden, weight = (leaf(put(torch.randn(*size, 16).to(dtype))) for size in (shape, (70,)))
         targets, old, of_rows = put(torch.randint(0, 70, shape)), put(-torch.rand(shape)), put(torch.randn(2))
 
         def run() -> Tensor:
@@ -177,6 +177,8 @@ TABLE = {
     "LMHead": Row(described("LMHead with all options"), 3, 49, 3, 69),
     "linear_policy_loss of one chunk": Row(head(1, of_loss=True), 5, 12, 0, 2),
     "linear_policy_loss of two chunks": Row(head(2, of_loss=True), 10, 17, 0, 2),
+    "linear_policy_loss of bfloat16": Row(head(1, True, torch.bfloat16), 4, 20, 0, 2),
+    "linear_policy_loss of bfloat16 in two chunks": Row(head(2, True, torch.bfloat16), 8, 32, 0, 2),
     "linear_distillation_loss": Row(described("linear_distillation_loss"), 3, 147, 0, 5),
 }
 

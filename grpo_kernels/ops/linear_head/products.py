@@ -383,7 +383,7 @@ class Gradients:
         if self.factors:
             row_scale, by_logprob = (torch.cat(parts) for parts in zip(*self.factors, strict=True))
             # a row that nothing depends on gets no gradient, whatever its logits are
-            factors = torch.where(by_logprob == 0, 0, row_scale * by_logprob)
+            factors = (row_scale * by_logprob).masked_fill_(by_logprob == 0, 0)
         self._multiply(by_logits, self.products.head.hidden[tokens], tokens, factors)
         self.waiting.clear()
         self.factors.clear()
