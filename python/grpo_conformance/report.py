@@ -12,7 +12,6 @@ from grpo_conformance.run import ERROR, FAILS, NOT_OFFERED, PASSES, REPORTS, Con
 Results = Mapping[str, Sequence[Result]]  # by the adapter's name
 Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
 THREADS = {  # of public projects, in which users met what a case is about
-    "equal-rewards": "NVIDIA-NeMo/RL#4158",
     "uneven-groups": "THUDM/slime#1414 THUDM/slime#2230 THUDM/slime#2204",
     "rollout-in-mean": "radixark/miles#2378 radixark/miles#1931 THUDM/slime#2302 rllm-org/rllm#924",
     "rollout-leave-one-out": "verl-project/verl#7580 microsoft/agent-lightning#593",
