@@ -14,8 +14,19 @@ offered, nor is one that asks for something in the adapter's `lacks`, or for whi
 
 from __future__ import annotations
 
-from grpo_conformance.batch import PAD_GROUP, Batch, NotOffered
+from grpo_conformance.batch import PAD_GROUP, Batch, Logits, NotOffered
 from grpo_conformance.cases import CONVENTIONS, INVARIANTS
 from grpo_conformance.run import Convention, Invariant, Result, run
 
-__all__ = ["CONVENTIONS", "INVARIANTS", "PAD_GROUP", "Batch", "Convention", "Invariant", "NotOffered", "Result", "run"]
+__all__ = [
+    "CONVENTIONS",
+    "INVARIANTS",
+    "PAD_GROUP",
+    "Batch",
+    "Convention",
+    "Invariant",
+    "Logits",
+    "NotOffered",
+    "Result",
+    "run",
+]
