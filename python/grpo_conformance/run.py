@@ -284,11 +284,15 @@ class Asked:
             raise NotOffered(f"the adapter has no {name}")
         return getattr(self.adapter, name)
 
-    def _call(self, method: str, batch: Batch) -> Any:
-        function = self._method(method)
+    def assert_has(self, batch: Batch) -> None:
+        """Raises NotOffered for a batch with something that the trainer lacks."""
         for name in getattr(self.adapter, "lacks", ()):
             if LACKS[name](batch):
                 raise NotOffered(f"the trainer has no {name}")
+
+    def _call(self, method: str, batch: Batch) -> Any:
+        function = self._method(method)
+        self.assert_has(batch)
         return function(batch)
 
 
@@ -328,6 +332,8 @@ def _answered(case: Invariant, asked: Asked, wrong: set[str]) -> Result:
     for variant in case.variants:
         varied = case.under(variant)
         try:
+            if case.method != "logprobs":
+                asked.assert_has(varied.parts[0])
             unmet = [name for name in _known(varied) if name in wrong and name != case.name]
             if unmet:
                 raise NotOffered(f"counts only after {unmet[0]}")
