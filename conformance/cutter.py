@@ -52,8 +52,8 @@ class Source:
         )
 
     def has(self, path: str, name: str) -> bool:
-        """Whether this version defines a name."""
-        return name in dict(_definitions(self._tree(path).body))
+        """Whether this version has the file, and it defines a name."""
+        return (self.root / path).exists() and name in dict(_definitions(self._tree(path).body))
 
     def statements(
         self, path: str, function: str, first: str, last: str, parameters: str, result: str, **scope: Any
@@ -76,9 +76,10 @@ class Source:
         raise KeyError(f"{path} of version {self.version} must have {first!r} to {last!r} in {function}")
 
     def where(self, path: str, text: str) -> str:
-        """File and line of a text."""
+        """File and line of a text, or the file if this version does not have it."""
         lines = (self.root / path).read_text().splitlines()
-        return f"{path}:{next(i for i, line in enumerate(lines, 1) if text in line)}"
+        found = [str(number) for number, line in enumerate(lines, 1) if text in line]
+        return ":".join([path, *found[:1]])
 
     def _tree(self, path: str) -> ast.Module:
         return ast.parse((self.root / path).read_text())
@@ -97,7 +98,9 @@ class Source:
 
 
 def _commit(root: Path) -> str:
-    """The commit of a checkout, and its day."""
+    """The commit of a checkout, and its day; the name of any other folder."""
+    if not (root / ".git").exists():
+        return root.name
     command = ["git", "-C", str(root), "log", "-1", "--format=%h of %cs"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 

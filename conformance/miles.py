@@ -48,16 +48,16 @@ policy = SOURCE.cut(
     **scope,
 )
 whole = SOURCE.cut(LOSS, "loss_function", get_loss_function=lambda args: policy.policy_loss_function, **scope)
-conversion = SOURCE.cut(
-    CONVERSION, "_reward_group_segments", "_normalize_rewards_by_rollout", "_post_process_rewards", **scope
-)
+NAMES = ("_trainable_token_count", "_reward_group_segments", "_normalize_rewards_by_rollout", "_post_process_rewards")
+NAMES = tuple(name for name in NAMES if SOURCE.has(CONVERSION, name))
+conversion = SOURCE.cut(CONVERSION, *NAMES, **scope)
 
 
 class Miles:
     name = f"miles {SOURCE.version}"
     lacks = ("rows that pad a batch", "packed rows", "slices of the context")
     where: ClassVar = {
-        "advantages": SOURCE.where(CONVERSION, "def _normalize_rewards_by_rollout"),
+        "advantages": SOURCE.where(CONVERSION, f"def {NAMES[-2]}" if len(NAMES) > 1 else "group norm"),
         "token_advantages": SOURCE.where(MATH, "def get_advantages_and_returns_batch"),
         "loss": SOURCE.where(LOSS, "def loss_function"),
     }
@@ -70,12 +70,11 @@ class Miles:
         args = SimpleNamespace(advantage_estimator="grpo", rewards_normalization=True, n_samples_per_prompt=1)
         args.grpo_std_normalization = batch.estimator != "mean"
         fields = zip(*(values[order].tolist() for values in (batch.rewards, batch.rollouts, batch.groups)), strict=True)
-        samples = [
-            SimpleNamespace(
-                get_reward_value=lambda args, own=reward: own, rollout_id=rollout, index=row, group_index=group
-            )
-            for row, (reward, rollout, group) in enumerate(fields)
-        ]
+        samples = []
+        for row, (reward, rollout, group) in enumerate(fields):
+            sample = SimpleNamespace(index=row, group_index=group, rollout_id=rollout, remove_sample=False)
+            sample.effective_response_length, sample.get_reward_value = 1, lambda args, own=reward: own
+            samples.append(sample)
         sizes = [int((batch.groups == group).sum()) for group in batch.groups[order].unique_consecutive()]
         return torch.tensor(conversion._post_process_rewards(args, samples, None, sizes)[1])[order.argsort()]
 
@@ -87,8 +86,10 @@ class Miles:
         count, width = batch.mask.shape
         rewards = batch.token_rewards.nan_to_num().sum(1).tolist()
         rows = [width + 1] * count, [width] * count, list(batch.values), [torch.zeros(width).double()] * count, rewards
-        masks = list(batch.mask.long())
-        made = math_utils.get_advantages_and_returns_batch(*rows, "thd", None, masks, batch.gamma, batch.lam)
+        function = math_utils.get_advantages_and_returns_batch
+        takes_masks = "loss_masks" in function.__code__.co_varnames[: function.__code__.co_argcount]
+        masks = [list(batch.mask.long())] if takes_masks else []  # not before #1827
+        made = function(*rows, "thd", None, *masks, batch.gamma, batch.lam)
         return torch.stack(made[0])
 
     def loss(self, batch: Batch) -> Tensor:

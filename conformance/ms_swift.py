@@ -57,7 +57,10 @@ class MsSwift:
         "advantages": SOURCE.where(ADVANTAGE, "advantages = rewards - group_mean"),
         "loss": SOURCE.where(TRAINER, "def _compute_loss_and_metrics"),
         "truncated-denominator": SOURCE.where(TRAINER, "num_items_in_batch = "),
-        "parts-sizes": SOURCE.where(TRAINER, "completion_mask.sum(-1).clamp(min=1.0)).mean()"),
+        **dict.fromkeys(
+            ("parts-sizes", "ranks-sizes", "rollout-mean", "rollout-in-parts"),
+            SOURCE.where(TRAINER, "completion_mask.sum(-1).clamp(min=1.0)).mean()"),
+        ),
     }
     chunk: int | None = None  # rows of one pass with dynamic numbers of samples; None: all
 

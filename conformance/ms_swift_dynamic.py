@@ -11,7 +11,6 @@ class Chunked(MsSwift):
     chunk = 1
     where = MsSwift.where | {
         "token-mean": SOURCE.where(TRAINER, "losses.append(chunk_loss * chunk_weight)"),
-        "parts-sizes": SOURCE.where(TRAINER, "completion_mask.sum(-1).clamp(min=1.0)).mean()"),
     }
 
 

@@ -28,17 +28,16 @@ one_process = SimpleNamespace(
     all_reduce=lambda tensor, op, group: None,  # the windows below have the rows of all ranks
 )
 scope: dict[str, Any] = vars(typing) | {"torch": torch, "nn": torch.nn, "F": F, "dist": one_process}
-utils = SOURCE.cut(
-    UTILS,
-    *("masked_mean", "KL_IS_WEIGHT_CLIP", "compute_approx_kl", "compute_reward"),
-    *("_logsumexp_by_chunk", "log_probs_from_logits"),
-    **scope,
-)
+NAMES = ("masked_mean", "KL_IS_WEIGHT_CLIP", "compute_approx_kl", "compute_reward")
+NAMES += ("_logsumexp_by_chunk", "log_probs_from_logits")
+utils = SOURCE.cut(UTILS, *(name for name in NAMES if SOURCE.has(UTILS, name)), **scope)
 scope |= {name: getattr(utils, name) for name in ("masked_mean", "compute_approx_kl", "compute_reward")}
-losses = SOURCE.cut(LOSS, "aggregate_loss", "PolicyLoss", "ValueLoss", **scope)
-counts = SOURCE.cut(
-    COUNTS, "_optimizer_step_loss_norm", "iter_grad_accum_global_norm", _get_dp_group=lambda strategy: None, **scope
-)
+has_counts = SOURCE.has(COUNTS, "iter_grad_accum_global_norm")  # not before 0.10.4
+losses = SOURCE.cut(LOSS, *(["aggregate_loss"] * has_counts), "PolicyLoss", **scope)
+if has_counts:
+    scope["aggregate_loss"] = losses.aggregate_loss
+    names = "_optimizer_step_loss_norm", "iter_grad_accum_global_norm"
+    counts = SOURCE.cut(COUNTS, *names, _get_dp_group=lambda strategy: None, **scope)
 maker = SOURCE.cut(
     EXPERIENCE,
     *(f"RemoteExperienceMaker.{name}" for name in ("compute_advantages_and_returns", "get_advantages_and_returns")),
@@ -51,7 +50,6 @@ step = SOURCE.cut(
     ACTOR,
     "ActorPPOTrainer.training_step",
     **scope,
-    aggregate_loss=losses.aggregate_loss,
     fields=lambda kind: (),
     Experience=object,
 )
@@ -70,16 +68,16 @@ class OpenRLHF:
     name = f"OpenRLHF {SOURCE.version}"
     lacks = (
         *("rollouts of several rows", "uneven groups", "rows that pad a batch"),
-        *("packed rows", "slices of the context"),
+        *("packed rows", "slices of the context", "rewards at masked tokens"),  # whose place it chooses itself
     )
     where: ClassVar = {
         "advantages": SOURCE.where(EXPERIENCE, "1e-9"),
         "token_advantages": SOURCE.where(EXPERIENCE, "values = action_mask * values"),
-        "loss": SOURCE.where(LOSS, "def aggregate_loss"),
+        "loss": SOURCE.where(LOSS, "def aggregate_loss" if has_counts else "class PolicyLoss"),
         "auxiliary-share": SOURCE.where(ACTOR, "loss += aux_loss"),
         **{
             f"{term}-seq-mean-token-mean": SOURCE.where(ACTOR, text)
-            for term, text in (("kl", "kl_loss = aggregate_loss"), ("entropy", "entropy_loss = aggregate_loss"))
+            for term, text in (("kl", "kl_loss = "), ("entropy", "entropy_loss = "))
         },
     }
 
@@ -135,7 +133,7 @@ class OpenRLHF:
             info={},
             mm_train_inputs=None,
         )
-        step.training_step(me, experience, batch.kl_coef, 0, self._counts(batch))
+        step.training_step(me, experience, batch.kl_coef, 0, *([self._counts(batch)] if has_counts else []))
         return caught[0] / batch.ranks / batch.steps  # as DeepSpeed averages gradients, and scales by steps
 
     def logprobs(self, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:

@@ -56,8 +56,9 @@ trainer = SOURCE.cut(
     **scope,
 )
 weight_of = SOURCE.statements(
-    WORKER, "forward_backward", "microbatch_weight = ", "microbatch_weight = ", "microbatch, data", "microbatch_weight"
-)
+    WORKER, "forward_backward", "microbatch_weight = ", "microbatch_weight = ", "microbatch, data, micro_batch_size",
+    "microbatch_weight",
+)  # fmt: skip
 whole_loss = SOURCE.statements(
     WORKER, "_forward_backward_micro", "with torch.set_grad_enabled", "loss = policy_loss *",
     "self, output, num_actions, action_log_probs, base_action_log_probs, loss_mask, policy_loss, microbatch_weight",
@@ -134,11 +135,13 @@ class SkyRL:
         everything["response_mask"] = everything["loss_mask"]
         rows = int((total.groups != PAD_GROUP).sum())  # the trainer pads after this
         cfg = SimpleNamespace(trainer=SimpleNamespace(algorithm=config, micro_train_batch_size_per_gpu=len(batch.mask)))
-        scaled = trainer._normalize_advantages(SimpleNamespace(cfg=cfg), everything, [(0, rows)], None)["advantages"]
+        arguments = [SimpleNamespace(cfg=cfg), everything, [(0, rows)], None]  # the last is not in 0.2.0
+        arguments = arguments[: trainer._normalize_advantages.__code__.co_argcount]
+        scaled = trainer._normalize_advantages(*arguments)["advantages"]
         function = ppo.gspo_policy_loss if batch.ratio == "sequence" else ppo.ppo_policy_loss
         policy_loss = function(batch.logprobs, batch.old_logprobs, batch.of_total(scaled), config, mask)[0]
         data = range(len(total.mask) // batch.ranks if batch.whole is not None else len(batch.mask))
-        weight = weight_of(range(len(batch.mask)), data)
+        weight = weight_of(range(len(batch.mask)), data, len(batch.mask))
         me = SimpleNamespace(cfg=SimpleNamespace(algorithm=config), mesh_rank=SimpleNamespace(dp_size=batch.ranks))
         output, width = {"entropy": F.pad(batch.entropy, (1, 1))}, batch.mask.shape[1]
         loss = whole_loss(me, output, width, batch.logprobs, batch.ref_logprobs, mask, policy_loss, weight)

@@ -19,7 +19,8 @@ mpu = MagicMock()
 mpu.get_context_parallel_world_size.return_value = 1
 scope: dict[str, Any] = vars(typing) | {"torch": torch, "F": torch.nn.functional, "mpu": mpu}
 names = ("compute_approx_kl", "compute_gspo_kl", "compute_policy_loss")
-ppo = SOURCE.cut(PPO, *names, "vanilla_gae", "chunked_discounted_returns", "chunked_gae", **scope)
+gae = (name for name in ("vanilla_gae", "chunked_discounted_returns", "chunked_gae") if SOURCE.has(PPO, name))
+ppo = SOURCE.cut(PPO, *names, *gae, **scope)
 scope |= {name: getattr(ppo, name) for name in names}
 scope["get_sum_of_sample_mean"] = SOURCE.cut(
     "slime/backends/megatron_utils/cp_utils.py", "get_sum_of_sample_mean", **scope
@@ -34,10 +35,12 @@ losses = SOURCE.cut(
     **scope,
 )
 manager = SOURCE.cut(ROLLOUT, "RolloutManager._post_process_rewards", **scope)
-count_masks = SOURCE.statements(
-    ROLLOUT, "_convert_samples_to_train_data", "rollout_id_list = ", "train_data['rollout_mask_sums']",
-    "train_data, loss_masks", "train_data['rollout_mask_sums']",
-)  # fmt: skip
+has_rollouts = "rollout_mask_sums" in (SOURCE.root / ROLLOUT).read_text()  # not before #1933
+if has_rollouts:
+    count_masks = SOURCE.statements(
+        ROLLOUT, "_convert_samples_to_train_data", "rollout_id_list = ", "train_data['rollout_mask_sums']",
+        "train_data, loss_masks", "train_data['rollout_mask_sums']",
+    )  # fmt: skip
 
 
 class Slime:
@@ -93,8 +96,9 @@ class Slime:
 
     def _rows(self, batch: Batch) -> dict[str, Any]:
         count, width = batch.mask.shape
-        ids = batch.total.rollouts.tolist()
-        sums = count_masks({"rollout_ids": ids}, batch.total.mask.long().tolist())
+        ids, sums = batch.total.rollouts.tolist(), [0] * len(batch.total.mask)
+        if has_rollouts:
+            sums = count_masks({"rollout_ids": ids}, batch.total.mask.long().tolist())
         return {
             "advantages": [advantage.expand(width) for advantage in batch.advantages],
             "log_probs": list(batch.old_logprobs),
@@ -108,7 +112,7 @@ class Slime:
 
     def _summed(self, args: Any, batch: Batch) -> Tensor:
         mpu.get_data_parallel_world_size.return_value = batch.ranks
-        rollouts = len({*batch.total.rollouts.tolist()})
+        rollouts = len({*batch.total.rollouts.tolist()} if has_rollouts else batch.total.mask)
         scored = _Logits(log_probs=list(batch.logprobs), entropy=list(batch.entropy))
         return losses.loss_function(args, self._rows(batch), batch.steps, rollouts, scored)[0]
 

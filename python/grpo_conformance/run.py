@@ -146,6 +146,7 @@ LACKS: dict[str, Callable[[Batch], bool]] = {
     "rows that pad a batch": lambda batch: PAD_GROUP in batch.total.groups,
     "masked rows": lambda batch: batch.lengths is None and not bool(batch.mask.any(1)[batch.groups != PAD_GROUP].all()),
     "unscored rows": lambda batch: bool(batch.rewards.isnan().any()),
+    "rewards at masked tokens": lambda batch: bool((batch.token_rewards.nan_to_num()[~batch.mask] != 0).any()),
     "packed rows": lambda batch: batch.lengths is not None,
     "slices of the context": lambda batch: batch.columns is not None,
     "parts of different sizes": lambda batch: (

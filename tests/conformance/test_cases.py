@@ -240,7 +240,16 @@ def test_what_a_trainer_lacks_is_not_offered() -> None:
     lacking = [name for name, result in results.items() if result.status == "-"]
     assert lacking == [
         *("uneven-groups", "rollout-in-mean", "rollout-leave-one-out", "rollout-in-std", "rollout-masked-end"),
-        *("pad-rows", "gae-rollout", "packing", "parts-sizes", "ranks-sizes", "slices-tokens", "slices-rows"),
+        *(
+            "pad-rows",
+            "gae-masked-reward",
+            "gae-rollout",
+            "packing",
+            "parts-sizes",
+            "ranks-sizes",
+            "slices-tokens",
+            "slices-rows",
+        ),
         *("rollout-mean", "rollout-in-parts", "pad-rows-tokens", "pad-rows-means", "empty-part"),
         *("voters", "scored-voters", "siblings", "empty-row", "rollout-ratio"),
     ]
