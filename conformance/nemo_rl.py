@@ -25,6 +25,22 @@ credit = SOURCE.cut(ESTIMATOR, "GRPOAdvantageEstimator", "GeneralizedAdvantageEs
 losses = SOURCE.cut(LOSS, "ClippedPGLossConfig", "ClippedPGLossFn", BaseModel=__import__("pydantic").BaseModel, LossFunction=object, **scope)  # fmt: skip  # noqa: E501
 
 
+class OnCpu(Tensor):
+    """Counts of all ranks, which stay where they are."""
+
+    def cuda(self, *arguments: Any, **options: Any) -> Tensor:  # type: ignore[override]
+        return self
+
+
+counting = SimpleNamespace(sum=torch.sum, tensor=lambda values: torch.tensor(values).as_subclass(OnCpu))
+counting.distributed = SimpleNamespace(all_reduce=lambda counts, group: None)  # the batch below has all rows
+count = SOURCE.statements(
+    "nemo_rl/models/automodel/data.py", "process_global_batch", "local_valid_seqs = ",
+    "global_valid_seqs, global_valid_toks = ", "batch, dp_group", "global_valid_seqs, global_valid_toks",
+    torch=counting,
+)  # fmt: skip
+
+
 class NemoRL:
     name = f"NeMo-RL {SOURCE.version}"
     lacks = ("rollouts of several rows", "rows that pad a batch", "packed rows", "slices of the context")
@@ -82,7 +98,11 @@ class NemoRL:
         }
         data = {name: F.pad(values, (1, 0)) for name, values in rows.items()}  # the first position has no loss
         data["sample_mask"] = batch.mask.any(1).double()
-        counts = batch.total.mask.any(1).sum(), batch.total.mask.sum()  # global_valid_seqs, global_valid_toks
+        total = {
+            "sample_mask": batch.total.mask.any(1).double(),
+            "token_mask": F.pad(batch.total.mask.double(), (1, 0)),
+        }
+        counts = (value.as_subclass(Tensor) for value in count(total, None))
         return losses.ClippedPGLossFn(config)(batch.logprobs, data, *counts)[0]
 
 

@@ -172,3 +172,36 @@ class PrimeRLScale:
         scale = self.count([{"loss_mask": batch.mask if batch.steps == 1 else batch.total.mask}], self.parallel)
         loss = (_policy(batch) * batch.mask).sum() / scale
         return loss * (self.ranks if self.undoes_averages else 1) / self.ranks  # FSDP averages, unless that is undone
+
+
+class RollFiltered:
+    """ROLL's agentic loss, with a filter of tokens that runs after the advantages."""
+
+    def __init__(self, version: str) -> None:
+        source, path = Source("roll", version), "roll/utils/functionals.py"
+        self.name = f"ROLL {source.version}"
+        scope: dict[str, Any] = vars(typing) | {"torch": torch, "F": torch.nn.functional}
+        names = ("masked_sum", "masked_mean", "compute_approx_kl", "agg_loss")
+        scope |= vars(source.cut(path, *names, **scope))
+        self.batch: Any = None
+        scope["compute_train_infer_correction"] = lambda **options: (None, self.batch.mask, {})
+        worker = "roll/pipeline/agentic/agentic_actor_worker.py"
+        self.function = source.cut(worker, "ActorWorker.loss_func", **scope).loss_func
+
+    def loss(self, batch: Batch) -> Tensor:
+        self.batch = batch
+        names = ("use_pg_clip_range", "dual_clip_loss", "enable_old_logprobs_recompute")
+        config = MagicMock(**dict.fromkeys(names, False), ratio_type="token", pg_clip=batch.clip)
+        config.train_infer_correction.is_weight.enabled = False
+        config.loss_agg_mode, config.use_kl_loss = batch.aggregation or "seq-mean-token-mean", batch.kl_coef > 0
+        config.kl_loss_coef, config.entropy_loss_coef = batch.kl_coef, batch.entropy_coef
+        me = MagicMock(pipeline_config=config, get_old_log_probs_with_cache=lambda data, given: batch.old_logprobs)
+        me.strategy.op_compute_log_probs = lambda **options: batch.logprobs
+        me.strategy.op_compute_entropy = lambda **options: batch.entropy
+        everything = torch.ones(len(batch.mask), batch.mask.shape[1] + 1)
+        rows = {"response_mask": everything, "ref_log_probs": batch.ref_logprobs, "input_ids": None}
+        rows["advantages"] = batch.advantages[:, None].expand(batch.mask.shape)
+        counts = {"batch_num_tokens": {"response_mask": batch.total.mask.sum()}}
+        counts["global_valid_samples"] = {"response_mask": batch.total.mask.any(1).sum()}
+        data = SimpleNamespace(batch=rows, meta_info=counts, non_tensor_batch={})
+        return self.function(me, data, batch.logprobs)[0]

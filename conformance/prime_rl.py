@@ -14,7 +14,8 @@ from grpo_conformance.adapters import refuse
 from torch import Tensor
 
 SOURCE = Source("prime-rl")
-LOSS, ALGORITHM = "src/prime_rl/trainer/rl/loss.py", "src/prime_rl/orchestrator/algo"
+LOSS, LOOP = "src/prime_rl/trainer/rl/loss.py", "src/prime_rl/trainer/rl/train.py"
+ALGORITHM = "src/prime_rl/orchestrator/algo"
 losses = SOURCE.cut(
     LOSS,
     *("LossInputs", "LossOutputs", "_safe_mean", "compute_importance_ratio_and_mismatch_kl"),
@@ -26,6 +27,14 @@ losses = SOURCE.cut(
 traces = SOURCE.cut(f"{ALGORITHM}/base.py", "iter_trainable_traces")
 routing = SOURCE.cut(f"{ALGORITHM}/routing.py", "assign_advantages")
 grpo = SOURCE.cut(f"{ALGORITHM}/grpo.py", "GRPOAlgorithm.score_group", torch=torch, **vars(traces), **vars(routing))
+tokens = SimpleNamespace(of_all_ranks=0)
+on_cpu = SimpleNamespace(tensor=lambda values, dtype, device: torch.tensor(values), int64=torch.int64)
+dist = SimpleNamespace(ReduceOp=SimpleNamespace(SUM=0))
+dist.all_reduce = lambda counts, **options: counts.copy_(torch.tensor([tokens.of_all_ranks, 0, 0]))
+scales_of = SOURCE.statements(
+    LOOP, "train", "local_rl_scale = ", "rl_scale, ce_scale, ref_kl_scale = ", "micro_batches, parallel_dims",
+    "rl_scale, ce_scale, ref_kl_scale", torch=on_cpu, dist=dist,
+)  # fmt: skip
 CONFIG = SimpleNamespace(dppo_mask_high=1e9, dppo_mask_low=1e9, adv_tau=1.0, kl_tau=0.0)
 
 
@@ -69,10 +78,12 @@ class PrimeRL:
             raise NotOffered("ratios of tokens and their mean alone")
         advantages = [advantage.expand(batch.mask.shape[1]) for advantage in batch.advantages]
         rows = list(batch.logprobs), list(batch.old_logprobs), None, advantages, list(batch.mask)
-        scale = max(int(batch.total.mask.sum()), 1)
-        return losses.compute_loss(
-            *rows, None, None, None, lambda one: losses.default_loss_fn(one, CONFIG), scale, 1, 1
-        )[0]
+        micro_batch = {"loss_mask": batch.mask, **dict.fromkeys(("rl_weights", "ce_weights", "ref_kl_weights"))}
+        tokens.of_all_ranks = int(batch.total.mask.sum())
+        mesh = SimpleNamespace(get_mesh=lambda name: SimpleNamespace(get_group=lambda: None))
+        scales = scales_of([micro_batch], mesh)
+        rl_loss = lambda one: losses.default_loss_fn(one, CONFIG)  # noqa: E731
+        return losses.compute_loss(*rows, None, None, None, rl_loss, *scales)[0]  # its loop undoes FSDP's average
 
 
 adapter = PrimeRL()

@@ -39,11 +39,11 @@ def _with(first: Sequence[Setting], *others: Setting) -> list[Setting]:
 _MIXED = _loo([2] * 6, [9, 3, 4, 2, 5, 1], [1, 0, 1, 0, 1, 0])
 _UNEVEN = make([2] * 5, [3, 1, 2, 9, 5], [0, 0, 0, 1, 1])
 _SPREAD = make([2] * 6, [3, 1, 2, 90, 50, 10], [0, 0, 0, 1, 1, 1])
-_APART = make([2, 1, 3, 2], [1, 0, 1, 1], rollouts=[7, 8, 7, 7])
-_LEFT_OUT = _loo([2, 1, 3, 2], [1, 1, 1, 0], rollouts=[7, 7, 7, 8])
-_OF_STD = _std([5, 2, 3], [3, 1, 0])
-_CUT = make([2, 1, 0, 2], [1, 1, 1, 0], rollouts=[7, 7, 7, 8])
-_PADDED = make([2, 2, 0, 0, 0], [6, 0, 0, 0, 0], [0, 0] + [PAD_GROUP] * 3)
+# rollouts of three rows, one of which may be masked, beside two of one row, and the same in one row each
+_APART = make([2, 1, 3, 2, 2], [3, 1, 3, 3, 0], rollouts=[7, 8, 7, 7, 9])
+_CUT = make([2, 1, 0, 1, 2], [3, 3, 3, 1, 0], rollouts=[7, 7, 7, 8, 9])
+_ONE_ROW = make([2, 1, 2], [3, 1, 0])
+_PADDED = make([2, 2, 2, 0, 0], [6, 0, 3, 0, 0], [0] * 3 + [PAD_GROUP] * 2)
 # groups of 16, as whether float32 leaves a residue depends on the number and on the machine
 _OUTLIERS = [reward for common in (0.95, 0.3, 0.35) for reward in [0] + [common] * 15]
 _OUTLIER = make([1] * 48, _OUTLIERS, [row // 16 for row in range(48)], estimator="leave-one-out-std")
@@ -84,19 +84,30 @@ ADVANTAGES = (
     _votes("row-order", "The order of rows does not matter", _MIXED, [4.5, 1.5, -3, 0, -1.5, -1.5]),
     _votes("uneven-groups", "Groups of different sizes have their own means", _UNEVEN, _apart(_UNEVEN), ESTIMATORS),
     _votes("groups-std", "Each group has its own deviation", _SPREAD, _apart(_SPREAD), ESTIMATORS),
-    _votes("rollout-in-mean", "A rollout of three rows votes once, wherever they are", _APART, [0.5, -0.5, 0.5, 0.5]),
-    _votes("rollout-leave-one-out", "A rollout of three rows is left out as a whole", _LEFT_OUT, [1, 1, 1, -1]),
-    _votes(
-        "rollout-in-std",
-        "A rollout of three rows counts once in the std",
-        split_first(_OF_STD, [2, 2, 1]),
-        _OF_STD,  # whatever the std divides by, and is added to it
-        places=[0, 0, 0, 1, 2],
+    *(
+        _votes(name, title, _APART, _ONE_ROW, settings, places=[0, 1, 0, 0, 2])
+        for name, title, settings in (
+            ("rollout-in-mean", "A rollout of three rows votes once, wherever they are", ESTIMATORS[:1]),
+            ("rollout-leave-one-out", "A rollout of three rows is left out as a whole", ESTIMATORS[2:4]),
+            ("rollout-in-std", "A rollout of three rows counts once in the std", [ESTIMATORS[1], ESTIMATORS[4]]),
+        )
     ),
     _votes(
-        "rollout-masked-end", "A rollout whose last row is masked keeps its advantage", _CUT, [0.5, 0.5, None, -0.5]
+        "rollout-masked-end",
+        "A rollout whose last row is masked keeps its advantage",
+        _CUT,
+        _ONE_ROW,
+        ESTIMATORS,
+        places=[0, 0, None, 1, 2],
     ),
-    _votes("pad-rows", "Rows that make a batch divisible change no advantage", _PADDED, [3, -3, None, None, None]),
+    _votes(
+        "pad-rows",
+        "Rows that make a batch divisible change no advantage",
+        _PADDED,
+        make([2] * 3, [6, 0, 3]),
+        ESTIMATORS,
+        places=[0, 1, 2, None, None],
+    ),
     _votes(
         "filter-whole-groups",
         "A filter of equal rewards keeps or leaves out whole groups",

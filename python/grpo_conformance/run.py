@@ -47,7 +47,8 @@ class Invariant:
             batch, or batches one after another, whose result it is
         variants: settings under each of which it is asked, where the trainer has them
         tolerance: absolute and relative
-        places: of the expected numbers, which belong to those of `given`; None means all
+        places: of the expected numbers, which belong to those of `given`, None for one that is not compared; None
+            means all
         kind: what a failure is, FAULT or ROBUSTNESS
     """
 
@@ -58,7 +59,7 @@ class Invariant:
     expected: Batch | Sequence[Batch] | Sequence[Number]
     variants: Sequence[Mapping[str, Any]] = ({},)
     tolerance: float = 1e-5
-    places: Sequence[int] | None = None
+    places: Sequence[int | None] | None = None
     kind: str = FAULT
 
     def under(self, variant: Mapping[str, Any]) -> Invariant:
@@ -384,8 +385,8 @@ def _compared(case: Invariant, asked: Asked) -> str:
     sides = [case.expected] if isinstance(case.expected, Batch) else case.expected
     if isinstance(sides[0], Batch):
         own = torch.cat([asked.numbers(case.method, side) for side in sides])
-        own = own if case.places is None else own[list(case.places)]
-        bounds = torch.stack([own, own])
+        places = range(len(own)) if case.places is None else case.places
+        bounds = _bounds([None if place is None else float(own[place]) for place in places])
     else:
         bounds = _bounds(sides)  # type: ignore[arg-type]
     got = asked.numbers(case.method, *case.parts)

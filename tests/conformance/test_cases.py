@@ -95,7 +95,7 @@ def test_the_docstring_of_a_batch_has_its_fields() -> None:
     ("case", "answer", "ignored"),
     [
         ("mean", lambda batch: torch.tensor([1.0, -1, -2, 2]), "rewards, groups"),
-        ("rollout-in-mean", lambda batch: torch.tensor([0.5, -0.5, 0.5, 0.5]), "rewards, rollouts"),
+        ("equal-rewards", lambda batch: torch.zeros(8), "rewards"),
         (
             "token-mean",
             lambda batch: RIGHT.loss(batch.replace(old_logprobs=batch.logprobs.detach())),
