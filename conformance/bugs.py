@@ -53,7 +53,7 @@ BUGS = [Bug(**row) for row in csv.DictReader((HERE / "bugs.csv").open())]
 
 
 def asked(bug: Bug, version: str, adapter: str, checkouts: Path | None) -> tuple[str, str]:
-    """What the case says of a version, and the numbers."""
+    """Asks a version about the case, and returns the status and the numbers."""
     variable, (case,) = (
         f"GRPO_SOURCE_{bug.package.upper().replace('-', '_')}",
         [one for one in INVARIANTS if one.name == bug.case],

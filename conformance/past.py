@@ -167,7 +167,7 @@ class PrimeRLScale:
         self.count = source.statements(loop, name, start, "loss_scale = max(", arguments, "loss_scale", **scope)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Of a rank whose parts are this one and, over steps, others with the rest of its tokens."""
+        """The share of a rank whose parts are this one and, over steps, others with the rest of its tokens."""
         self.ranks, self.tokens = batch.ranks, int(batch.total.mask.sum())
         scale = self.count([{"loss_mask": batch.mask if batch.steps == 1 else batch.total.mask}], self.parallel)
         loss = (_policy(batch) * batch.mask).sum() / scale

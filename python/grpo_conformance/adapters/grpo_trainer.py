@@ -37,15 +37,18 @@ class BundledTrainer:
         return advantages[order.argsort()]
 
     def loss(self, batch: Batch) -> Tensor:
-        refuse(batch, "teacher_coef", "auxiliary_coef", "mask_truncated")
+        refuse(batch, "teacher_coef", "auxiliary_coef")
         total = batch.total
+        counted = total.mask
+        if batch.mask_truncated:  # rollout.truncated: leave_out
+            counted = counted & ~total.truncated[:, None]
         fields = loss_fields(batch) | {"ratio": batch.ratio}
         coefficients = {"beta": fields.pop("kl_coef", 0.0), "epsilon": fields.pop("clip_low")}
         del fields["clip_high"]  # the same
         plan = _plan(1, loss=fields, drop_flat=False, **coefficients)
-        rows = rows_in_loss(plan, Credit(total.advantages), total.mask, len(total.mask))
-        rows_of_part = {"advantages": batch.advantages, "mask": batch.mask} | loss_tokens(batch)
-        counts = minibatch_counts(total.mask[rows])
+        rows = rows_in_loss(plan, Credit(total.advantages), counted, len(counted))
+        rows_of_part = {"advantages": batch.advantages, "mask": batch.of_total(counted)} | loss_tokens(batch)
+        counts = minibatch_counts(counted[rows])
         loss = gk.policy_loss(batch.logprobs, normalizer=counts, config=plan.loss, **rows_of_part).loss
         if batch.value_coef:
             error = value_error(batch.values, batch.values, batch.returns, Critic())
