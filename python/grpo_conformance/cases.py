@@ -131,7 +131,7 @@ _GAP = make([[1, 0, 1]], token_rewards=[[0, 0, 1]], values=[[0.5, 50, 0.25]], la
 _NAN = make([[1, 0, 1]], token_rewards=[[0, NAN, 1]], values=[[0.5, NAN, 0.25]])
 _AFTER = make([[1, 1, 0]], token_rewards=[[0, 0, 1]], values=[[0.5, 0.25, 0]], gamma=0.5, lam=0.5)
 _FOUR = make([4], token_rewards=[[0, 0, 0, 1]], values=[[0.5, 0.1, 0.3, 0.2]], gamma=0.5, lam=0.5)
-_WHITE = make([[1, 0, 0]] * 3, token_rewards=[[1, 0, 0], [3, 0, 0], [2, 0, 0]], values=[[0.5, 9, 9]] * 3, whiten=True)
+_WHITE = make([[1, 0, 0]] * 3, token_rewards=[[1, 0, 0], [5, 0, 0], [3, 0, 0]], values=[[0.5, 9, 9]] * 3, whiten=True)
 TOKEN_ADVANTAGES = (
     # 1 - 0.25 at the end; before it 0.5 * 0.25 - 0.5, and a quarter of what follows
     _gae("gae", "GAE of a known row", _KNOWN, [-0.1875, 0.75]),
@@ -179,6 +179,7 @@ _KL_TERM: Setting = {"kl_coef": 0.5}
 _ENTROPY: Setting = {"entropy_coef": 0.5}
 # a ratio of 2, the geometric mean of 4 and 1
 _GSPO = _four_at_first(make([[1, 1, 0], [1, 1, 0]], advantages=[1, -1], ratio="sequence", clip=10.0))
+_NONE, _TARGETS = torch.zeros(2).double(), torch.tensor([[1.0], [4.0]]).double()
 _EQUAL = make([2, 2, 2])
 _DEALT = [part(split_first(_ROLLOUTS, [3, 2]), rows, steps=2) for rows in ([0, 2], [1, 3])]
 _THREE = [2, 2, 1]  # rows of a rollout of five tokens
@@ -244,6 +245,24 @@ LOSSES = (
         _SIGNS.of_ratio(1).replace(entropy_coef=0.5, entropy=torch.tensor([[1.0], [2.0]]).double()),
         [-0.75, 0, -0.5, 0.5],
     ),
+    _means(
+        "teacher",
+        "Distillation lowers the log-prob of a token that the teacher finds less probable",
+        _SIGNS.of_ratio(1).replace(teacher_coef=0.5, advantages=_NONE, teacher_logprobs=_SIGNS.logprobs - 3),
+        [None, 0, HIGH, HIGH],
+    ),
+    _means(
+        "value",
+        "A critic's loss is of the errors of its values",
+        _SIGNS.of_ratio(1).replace(value_coef=0.5, values=torch.tensor([[1.0], [2.0]]).double(), returns=_TARGETS),
+        [(0.2, 1.1), 0, -0.5, 0.5],  # of an error of 2, squared or half of that
+    ),
+    _means(
+        "auxiliary",
+        "A model's further loss is added",
+        _SIGNS.of_ratio(1).replace(auxiliary_coef=0.5, auxiliary=2.0),
+        [1, 0, -0.5, 0.5],
+    ),
     *(case for _, *cases in _BY_MEAN for case in cases),
     _loss(
         "gspo",
@@ -305,6 +324,7 @@ LOSSES = (
         "value-share", "A micro-batch's loss of a critic is divided as the batch's", _parts(_CRITIC, steps=2), _CRITIC
     ),
     _means("auxiliary-share", "A model's further loss is a mean over micro-batches", _parts(_MODEL, steps=2), _MODEL),
+    _means("auxiliary-of-ranks", "A model's further loss is a mean over ranks", _parts(_MODEL, ranks=2), _MODEL),
     _rows("rollout-mean", "Three rows count once in the mean over rollouts", split_first(_ROLLOUTS, _THREE), _ROLLOUTS),
     _rows("rollout-in-parts", "Rows of a rollout may be in different micro-batches", _DEALT, _ROLLOUTS),
     _tokens("pad-rows-tokens", "Rows that make a batch divisible change no mean over tokens", _PADS, make([2, 3])),

@@ -365,7 +365,7 @@ def _known(case: Invariant) -> list[str]:
         return ["gae"] if case.method == "token_advantages" else []
     names = [batch.aggregation or "default-loss"]
     names += ["gspo"] if batch.ratio == "sequence" else []
-    names += ["entropy"] if batch.entropy_coef else []
+    names += [name for name in ("entropy", "teacher", "value", "auxiliary") if getattr(batch, f"{name}_coef")]
     return names + ([f"kl-{batch.kl}"] if batch.kl_coef else [])
 
 

@@ -17,7 +17,7 @@ from grpo_conformance.run import ERROR, FAILS, IGNORED, METHODS
 WRONG = (FAILS, ERROR, IGNORED)
 HERE = Path(__file__).parent
 SOURCE = (HERE / "plain.py").read_text()
-SENTENCE = re.compile(r"notices \d+ of \d+ mutants")
+SENTENCE = re.compile(r"notices \d+ of \d+\s+mutants")
 
 
 def _read() -> dict[str, list[tuple[str, str]]]:

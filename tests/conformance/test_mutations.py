@@ -98,7 +98,7 @@ def recorded(case: Case) -> tuple[list[Answer], Result]:
 def is_compared(case: Invariant, batch: Batch, place: int) -> bool:
     """Whether a number means something: a row without a token in the loss has no advantage."""
     if case.method == "loss":
-        return case.name != "default-loss" or place != 0  # whose sign alone is known
+        return place != 0 or isinstance(case.expected, Batch) or case.expected[0] is not None
     if case.method == "logprobs":
         return place > 0
     if case.name in ("default-advantages", "loo-std-outlier"):
