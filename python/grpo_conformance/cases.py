@@ -36,7 +36,8 @@ def _with(first: Sequence[Setting], *others: Setting) -> list[Setting]:
     return [{**other, **setting} for other in others for setting in first]
 
 
-_MIXED = _loo([2] * 6, [9, 3, 4, 2, 5, 1], [1, 0, 1, 0, 1, 0])
+_MIXED, _SORTED = make([2] * 6, [9, 3, 4, 2, 5, 1], [1, 0] * 3), make([2] * 6, [3, 2, 1, 9, 4, 5], [0, 0, 0, 1, 1, 1])
+_SORTED_AT = [3, 0, 4, 1, 5, 2]
 _UNEVEN = make([2] * 5, [3, 1, 2, 9, 5], [0, 0, 0, 1, 1])
 _SPREAD = make([2] * 6, [3, 1, 2, 90, 50, 10], [0, 0, 0, 1, 1, 1])
 # rollouts of three rows, one of which may be masked, beside two of one row, and the same in one row each
@@ -81,7 +82,7 @@ ADVANTAGES = (
         _OUTLIER,
         [None if row % 16 else (-5, -0.2) for row in range(48)],
     ),
-    _votes("row-order", "The order of rows does not matter", _MIXED, [4.5, 1.5, -3, 0, -1.5, -1.5]),
+    _votes("row-order", "The order of rows does not matter", _MIXED, _SORTED, ESTIMATORS, places=_SORTED_AT),
     _votes("uneven-groups", "Groups of different sizes have their own means", _UNEVEN, _apart(_UNEVEN), ESTIMATORS),
     _votes("groups-std", "Each group has its own deviation", _SPREAD, _apart(_SPREAD), ESTIMATORS),
     *(
