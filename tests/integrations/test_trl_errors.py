@@ -142,12 +142,17 @@ def test_a_fused_head_that_is_in_parts() -> None:
     of_fsdp2 = SimpleNamespace(num_processes=1, is_fsdp2=True)
     sharded = SimpleNamespace(**vars(trainer) | {"is_fsdp_enabled": True, "accelerator": of_fsdp2})
     assert _head.obstacle(trainer) is None and _head.obstacle(sharded) is None
+    assert _head.chosen(trainer, None) == "fused" and _head.chosen(trainer, "logprobs") == "logprobs"
     for name, value, message in (
         ("accelerator", SimpleNamespace(num_processes=2), "top_entropy_quantile must be 1 with several .*, got 0.5$"),
         ("is_fsdp_enabled", True, r"fsdp must have fsdp_version 2 for head='fused', .*, got \['full_shard'\]$"),
     ):
-        found = _head.obstacle(SimpleNamespace(**vars(trainer) | {name: value}))
+        broken = SimpleNamespace(**vars(trainer) | {name: value})
+        found = _head.obstacle(broken)
         assert found is not None and re.search(message, found)
+        assert _head.chosen(broken, None) == "logprobs"
+        with pytest.raises(ValueError, match=r"leave head out, or use 'logprobs'$"):
+            _head.chosen(broken, "fused")
 
 
 def test_a_forward_of_trl_that_scores_other_tokens() -> None:

@@ -165,6 +165,14 @@ def packed_policy_loss(head: HeadInputs, tokens: TokenInputs, scored: Tensor, **
     )
 
 
+def chosen(trainer: Any, head: str | None) -> str:
+    """One of HEADS: what was asked for, or the fused one where nothing stands against it."""
+    reason = obstacle(trainer)
+    if head == "fused" and reason is not None:
+        raise ValueError(f"FusedGRPOTrainer: {reason}; leave head out, or use 'logprobs'")
+    return head or ("fused" if reason is None else "logprobs")
+
+
 def obstacle(trainer: Any) -> str | None:
     """What the fused head cannot honour: a setting, the rule that it breaks, and why."""
     several = trainer.accelerator.num_processes > 1

@@ -161,10 +161,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 "FusedGRPOTrainer: entropy_mean must be 'micro_batch' with top_entropy_quantile, as the tokens kept in "
                 f"other micro-batches are not known yet, got 'batch' with {self.top_entropy_quantile!r}"
             )
-        obstacle = fused_head.obstacle(self)
-        if head == "fused" and obstacle is not None:
-            raise ValueError(f"FusedGRPOTrainer: {obstacle}; leave head out, or use 'logprobs'")
-        self.head = head or ("fused" if obstacle is None else "logprobs")
+        self.head = fused_head.chosen(self, head)
         check_settings(self)
         if segments is not None:
             check_segments(self)
