@@ -167,7 +167,7 @@ def packed_policy_loss(head: HeadInputs, tokens: TokenInputs, scored: Tensor, **
 
 def chosen(trainer: Any, head: str | None) -> str:
     """One of HEADS: what was asked for, or the fused one where nothing stands against it."""
-    reason = obstacle(trainer)
+    reason = None if head == "logprobs" else obstacle(trainer)
     if head == "fused" and reason is not None:
         raise ValueError(f"FusedGRPOTrainer: {reason}; leave head out, or use 'logprobs'")
     return head or ("fused" if reason is None else "logprobs")

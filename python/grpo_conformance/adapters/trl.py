@@ -195,7 +195,7 @@ class FusedTrl(Trl):
     def trainer(self, batch: Batch) -> Any:
         names = {"leave-one-out": "trl-rloo", "leave-one-out-std": "nemo-grpo"}
         config = gk.AdvantageConfig(names[batch.estimator]) if batch.estimator in names else None
-        return _Trainer(batch, advantages=config, **self.options)
+        return _Trainer(batch, advantages=config, head="logprobs", **self.options)
 
     def advantages(self, batch: Batch) -> Tensor:
         refuse(batch, "filter_groups")
