@@ -201,6 +201,7 @@ $(ENGINE)/packages: $(LOCK) pyproject.toml
 	$(ENGINE_PIP) install -c $(LOCK) 'setuptools>=77'
 	GRPO_KERNELS_BUILD=none $(ENGINE_PIP) install $(ENGINE_PIP_FLAGS) -c $(LOCK) --no-build-isolation --group engine \
 		-e '.[trl,verl,trainer,lora,similarity,text,ray]'
+	DS_BUILD_OPS=0 $(ENGINE_PIP) install -c $(LOCK) --no-build-isolation deepspeed
 	$(ENGINE_PIP) uninstall --yes torchvision torchaudio torchcodec
 	touch $@
 

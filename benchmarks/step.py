@@ -70,7 +70,7 @@ def shape(*numbers: int) -> dict[str, int]:
     return dict(zip(("vocab_size", "hidden_size", "intermediate_size", *layers), numbers, strict=True))
 
 
-TRLS = ("TRL's GRPOTrainer", "FusedGRPOTrainer", 'FusedGRPOTrainer, head="fused"')
+TRLS = ("TRL's GRPOTrainer", 'FusedGRPOTrainer, head="logprobs"', 'FusedGRPOTrainer, head="fused"')
 DEALT = ("TRL's GRPOTrainer", 'FusedGRPOTrainer, head="fused"', 'FusedGRPOTrainer, head="fused", batching="by_length"')
 SIZES = {
     size.name: size
@@ -387,7 +387,7 @@ FUSED = "grpo_kernels.integrations.trl:FusedGRPOTrainer"
 RUNNERS: dict[str, Callable[..., Any]] = {
     "grpo_trainer": Ours,
     "TRL's GRPOTrainer": functools.partial(Theirs, kind="trl:GRPOTrainer"),
-    "FusedGRPOTrainer": functools.partial(Theirs, kind=FUSED),
+    'FusedGRPOTrainer, head="logprobs"': functools.partial(Theirs, kind=FUSED, head="logprobs"),
     'FusedGRPOTrainer, head="fused"': functools.partial(Theirs, kind=FUSED, head="fused"),
     'FusedGRPOTrainer, head="fused", batching="by_length"': functools.partial(
         Theirs, kind=FUSED, head="fused", batching="by_length"

@@ -32,14 +32,15 @@ def tensor(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...]) -
     """A local tensor of one of these dtypes."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}{_as_tensor(name, value)}")
-    if type(value).__name__ == "DTensor":  # compared by name because importing the class takes a second
+    if type(value) is not Tensor and type(value).__name__ == "DTensor":  # whose import takes a second
         raise TypeError(f"{op}: {name} must be a tensor of this rank, got DTensor; use to_local() or full_tensor()")
     if value.dtype not in dtypes:
         way_out = "; .float() converts it" if torch.float32 in dtypes and value.dtype in (torch.bool, *INTEGERS) else ""
         raise TypeError(f"{op}: {name} must be of dtype {dtype_names(dtypes)}, got {value.dtype}{way_out}")
     if value.layout is not torch.strided:
         raise TypeError(f"{op}: {name} must be a dense tensor, got {value.layout}")
-    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(value).tangent is not None:  # type: ignore[no-untyped-call]
+    may_be_dual = value.is_floating_point() and not torch.compiler.is_compiling()
+    if may_be_dual and forward_ad.unpack_dual(value).tangent is not None:  # type: ignore[no-untyped-call]
         raise RuntimeError(
             f"{op}: {name} must not be differentiated in forward mode, got such a tensor; gradients come from "
             "backward() and torch.autograd.grad alone"
@@ -89,7 +90,7 @@ def shaped(
 ) -> Tensor:
     """A tensor of this shape, which is that `of` another argument, where that is said."""
     checked = tensor(op, name, value, dtypes)
-    if checked.shape != torch.Size(shape):
+    if checked.shape != tuple(shape):
         rule = f"the shape of {of}, {list(shape)}" if of else f"shape {list(shape)}"
         raise ValueError(f"{op}: {name} must have {rule}, got {list(checked.shape)}")
     same_device(op, name, checked, device)
@@ -181,8 +182,8 @@ _LARGEST_LOGPROB = 0.01
 
 
 def log_probs(op: str, name: str, value: Tensor, valid: Tensor | None) -> None:
-    """Refuses on the CPU what cannot be log-probs: of the tokens that take part, none is below 0 and one above."""
-    if not is_readable(value) or value.numel() == 0 or bool(value.detach().amin() < 0):
+    """Refuses on the CPU what cannot be log-probs: none is below 0, and of the tokens that take part one above."""
+    if not is_readable(value) or value.numel() == 0 or bool((value.detach() < 0).any()):
         return
     counted = value.detach() if valid is None else torch.where(valid, value.detach(), 0)
     least, most = (float(end) for end in counted.nan_to_num(0.0).aminmax())

@@ -1,13 +1,15 @@
-"""The bases of all configs, and of those that kernels read as a plan: a list of integers and a list of floats."""
+"""The bases of all configs, and of those that kernels read as a plan, a list of numbers."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
 from grpo_kernels.checks import ELSEWHERE, unknown
 
 C = TypeVar("C", bound="CheckedConfig")
+P = TypeVar("P")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +41,20 @@ class PlannedConfig(CheckedConfig):
     """A config with its plan, derived when it is created."""
 
     if TYPE_CHECKING:  # they are no fields, which dataclasses.asdict would list and the config would not take
-        modes: list[int] = dataclasses.field(init=False)
-        coefficients: list[float] = dataclasses.field(init=False)
+        settings: list[float] = dataclasses.field(init=False)
 
-    def _set_plan(self, plan: Any, first_coefficient: str) -> None:
-        """Sets `modes` to the fields of a named tuple before this one, and `coefficients` to the others."""
-        first = plan._fields.index(first_coefficient)
-        object.__setattr__(self, "modes", [int(value) for value in plan[:first]])
-        object.__setattr__(self, "coefficients", [float(value) for value in plan[first:]])
+    def _set_plan(self, plan: Any) -> None:
+        """Sets `settings` to the fields of a named tuple, of which the first are integers."""
+        object.__setattr__(self, "settings", [float(value) for value in plan])
+
+
+def planned(plan: type[P]) -> type[P]:
+    """Makes a named tuple, whose first fields are integers, one that `read` makes of settings."""
+    plan.modes = [*get_type_hints(plan).values()].count(int)  # type: ignore[attr-defined]
+    return plan
+
+
+def read(plan: type[P], settings: Sequence[float]) -> P:
+    """The plan of a config with these settings."""
+    modes: int = plan.modes  # type: ignore[attr-defined]
+    return plan(*map(int, settings[:modes]), *settings[modes:])

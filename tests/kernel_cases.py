@@ -311,7 +311,7 @@ def outside_similarity(backend: str, put: Put) -> Results:
         order, offsets = put(torch.randperm(40)), put(torch.tensor([0, 20, 29]))
         config = gk.SimilarityConfig()
         responses = reference.Responses(put(torch.randn(40, 9)), order, offsets, 2, 5, None)
-        registration.GROUPS("cuda", reference.Grouping(responses, config.modes, config.coefficients))
+        registration.GROUPS("cuda", reference.Grouping(responses, config.settings))
     return iter(())
 
 

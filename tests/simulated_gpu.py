@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+from grpo_kernels import backends
 
 aten = torch.ops.aten
 run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
@@ -35,6 +39,13 @@ FROM_THE_HOST = {torch.as_tensor, torch.asarray, torch.tensor, Tensor.new_tensor
 CPU = torch.device("cpu")
 # Their kernels take a number on the host as a parameter; other ops would copy it.
 TAKE_HOST_NUMBERS = {"add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge"}
+
+# They launch nothing; nor do views, whose schemas say so, but for this one.
+LAUNCH_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
+without_gpu = pytest.mark.skipif(
+    torch.cuda.is_available() or "cuda" not in backends._emulated,
+    reason="for the kernels emulated on the host",
+)
 
 
 class Waits(RuntimeError):
@@ -123,6 +134,8 @@ class Gpu(TorchDispatchMode):
         self.known: dict[int, Tensor] = {}  # memory that a capture may use, by its storage
         self.guarded: list[torch.device] = []
         self.kernels = 0  # launches of Triton's kernels, and calls of compiled ops
+        self.of_triton: list[str] = []  # Triton's kernels that were launched
+        self.of_torch: list[str] = []  # ops of torch that launch kernels, at least one each
         self.transfers: list[str] | None = None  # devices that tensors were copied to; None refuses such copies
 
     def put(self, tensor: Tensor, index: int = 0) -> GpuTensor:
@@ -161,6 +174,8 @@ class Gpu(TorchDispatchMode):
         self.kernels += func.name().startswith(OURS)
         results = run(*host_args, **host_kwargs)
         tensors = [value for value in tree_flatten(results)[0] if isinstance(value, Tensor)]
+        if is_launch(func, tensors):
+            self.of_torch.append(func.overloadpacket.__name__)
         if self.steps is not None:
             self.steps.append(Step(lambda: run(*host_args, **host_kwargs), tensors))
         of_host = {id(tensor.host): tensor for tensor in gpu}  # an op that overwrites a tensor returns it
@@ -184,6 +199,7 @@ class Gpu(TorchDispatchMode):
         host_args, host_kwargs = host_of((args, kwargs))
         call(kernel, *host_args, **host_kwargs)
         self.kernels += 1
+        self.of_triton.append(kernel.fn.__name__)
         if self.steps is not None:
             self.steps.append(Step(lambda: call(kernel, *host_args, **host_kwargs), []))
 
@@ -204,6 +220,21 @@ class Gpu(TorchDispatchMode):
             self.steps = None
 
 
+@contextlib.contextmanager
+def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    """A simulated GPU on which everything in the block runs."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    gpu, launch = Gpu(), interpreter.GridExecutor.__call__
+    monkeypatch.setitem(backends.DEVICES, "cuda", {"cuda"})
+    monkeypatch.setattr(torch.cuda, "device", gpu.guard)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=4))
+    monkeypatch.setattr(
+        interpreter.GridExecutor, "__call__", lambda kernel, *args, **kwargs: gpu.launch(launch, kernel, args, kwargs)
+    )
+    with gpu, Factories():
+        yield gpu
+
+
 def replay(steps: list[Step]) -> None:
     """Runs recorded steps again, in the same memory."""
     for run, results in steps:
@@ -215,6 +246,14 @@ def replay(steps: list[Step]) -> None:
 
 def has_kernel(func: Any, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+def is_launch(func: Any, results: list[Tensor]) -> bool:
+    """Whether an op of torch launches kernels: it is neither a view nor an allocation, nor are its results empty."""
+    aliases = [value.alias_info for value in func._schema.returns if value.alias_info is not None]
+    is_view = any(not alias.is_write for alias in aliases) or func.overloadpacket.__name__ in LAUNCH_NOTHING
+    is_empty = len(results) > 0 and all(result.numel() == 0 for result in results)
+    return not (func.name().startswith(OURS) or is_view or is_empty)
 
 
 def is_transfer(func: Any, args: Any, target: torch.device | None) -> bool:

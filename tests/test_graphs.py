@@ -8,18 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels import backends
 from tests.ops.all_cases import OPS
 from tests.ops.promises import Results, assert_same_bits, drawn, evaluated, tensors
 from tests.ops.waiting import WAITING
-from tests.simulated_gpu import Factories, Gpu, Waits, replay
+from tests.simulated_gpu import Gpu, Waits, replay, running, without_gpu
 
 # References that read values; without the CUDA library, the CPU kernels of these ops take copies. Those of ops with a
 # kernel in Triton are not for GPUs.
@@ -31,24 +29,11 @@ EACH = [
     for backend in ("cuda", "triton", "reference")
     if backend in op.supports and not (backend == "reference" and ("triton" in op.supports or name.startswith(READING)))
 ]
-without_gpu = pytest.mark.skipif(
-    torch.cuda.is_available() or "cuda" not in backends._emulated,
-    reason="for the kernels emulated on the host; tests/ops/test_graphs_gpu.py captures on a GPU",
-)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    """A simulated GPU on which everything in the test runs."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    gpu, launch = Gpu(), interpreter.GridExecutor.__call__
-    monkeypatch.setitem(backends.DEVICES, "cuda", {"cuda"})
-    monkeypatch.setattr(torch.cuda, "device", gpu.guard)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=4))
-    monkeypatch.setattr(
-        interpreter.GridExecutor, "__call__", lambda kernel, *args, **kwargs: gpu.launch(launch, kernel, args, kwargs)
-    )
-    with gpu, Factories():
+    with running(monkeypatch) as gpu:
         yield gpu
 
 

@@ -29,11 +29,11 @@ LAYER_OF = {
 # Top-level modules of the package that each layer of an op may import.
 SHARED = {
     "names": {"checks", "plans"},
-    "reference": {"checks", "groups", "inputs"},
+    "reference": {"checks", "groups", "inputs", "plans"},
     "triton": set(),
     "aot": {"aot"},
     "arguments": {"checks"},
-    "op": {"registry", "groups", "inputs", "shared_positions"},
+    "op": {"registry", "groups", "inputs", "plans", "shared_positions"},
     "public": {"backends", "checks", "groups", "rollouts", "shared_positions"},
 }
 # Third-party packages that modules may import at the top.

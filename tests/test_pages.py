@@ -269,3 +269,11 @@ def test_code_for_other_trainers_parses_and_names_ours(page: str) -> None:
                 assert all(hasattr(module, name.name) for name in node.names), block
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "gk":
                 assert hasattr(gk, node.attr), block
+
+
+def test_who_may_use_what_names_tests() -> None:
+    root = Path(__file__).parent
+    named = re.findall(r"`(\w+/\w+\.py)::(test_\w+)`", (root.parent / "docs" / "README.md").read_text())
+    assert len(named) > 20
+    for path, name in named:
+        assert f"def {name}(" in (root / path).read_text(), (path, name)

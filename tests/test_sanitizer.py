@@ -19,7 +19,7 @@ import sys, torch, grpo_kernels as gk
 torch.ops.load_library(sys.argv[1])
 order, starts, settings = torch.tensor([0, 1, 2, 2_000]), torch.tensor([0, 4, 4, 4, 4]), gk.AdvantageConfig()
 torch.ops.grpo_kernels._group_advantages_cuda(
-    torch.randn(4), order, starts, None, None, 0, None, None, None, None, [], settings.modes, settings.coefficients
+    torch.randn(4), order, starts, None, None, 0, None, None, None, None, [], settings.settings
 )
 """
 

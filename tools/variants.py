@@ -26,7 +26,7 @@ FIELDS = {
 # Fields without a default.
 REQUIRED = {"dro": {"dro_beta": 1.0}}
 # Derived for the kernels, or shown in a column of its own.
-HIDDEN = {"modes", "coefficients", "weight_list", "estimator", "loss", "ratio", "aggregation"}
+HIDDEN = {"settings", "weight_list", "estimator", "loss", "ratio", "aggregation"}
 
 Fields = dict[str, object]
 

@@ -5,17 +5,16 @@
 
 #include "common/host_device.h"
 
-// Settings travel from Python as integers (modes) and doubles (coefficients). An op lists its own once, in Python's
-// order, as a macro LIST(MODE, COEFFICIENT) of MODE(type, name) followed by COEFFICIENT(name);
-// GRPO_SETTINGS(Settings, LIST) in the body of struct Settings declares the fields, their number and names, and
-// from(modes, coefficients).
+// Settings travel from Python as doubles, of which the first are modes, integers, and the others coefficients. An op
+// lists its own once, in Python's order, as a macro LIST(MODE, COEFFICIENT) of MODE(type, name) followed by
+// COEFFICIENT(name); GRPO_SETTINGS(Settings, LIST) in the body of struct Settings declares the fields, their number and
+// names, and from(numbers).
 #define GRPO_SETTINGS(Settings, LIST)                                                                        \
   LIST(GRPO_MODE_FIELD, GRPO_COEFFICIENT_FIELD)                                                              \
-  static constexpr size_t kModes = 0 LIST(GRPO_MODE_COUNT, GRPO_NO_COEFFICIENT);                             \
-  static constexpr size_t kCoefficients = 0 LIST(GRPO_NO_MODE, GRPO_COEFFICIENT_COUNT);                      \
+  static constexpr size_t kSettings = 0 LIST(GRPO_MODE_COUNT, GRPO_COEFFICIENT_COUNT);                       \
   static constexpr const char* kModeNames = LIST(GRPO_MODE_NAME, GRPO_NO_COEFFICIENT);                       \
   static constexpr const char* kCoefficientNames = LIST(GRPO_NO_MODE, GRPO_COEFFICIENT_NAME);                \
-  static GRPO_HD Settings from(const int64_t* modes, const double* coefficients) {                           \
+  static GRPO_HD Settings from(const double* numbers) {                                                      \
     return {LIST(GRPO_READ_MODE, GRPO_READ_COEFFICIENT)}; /* braces evaluate their elements left to right */ \
   }
 #define GRPO_MODE_FIELD(type, name) type name;
@@ -24,8 +23,8 @@
 #define GRPO_COEFFICIENT_COUNT(name) +1
 #define GRPO_MODE_NAME(type, name) #name " "
 #define GRPO_COEFFICIENT_NAME(name) #name " "
-#define GRPO_READ_MODE(type, name) static_cast<type>(*modes++),
-#define GRPO_READ_COEFFICIENT(name) *coefficients++,
+#define GRPO_READ_MODE(type, name) static_cast<type>(*numbers++),
+#define GRPO_READ_COEFFICIENT(name) *numbers++,
 #define GRPO_NO_MODE(type, name)
 #define GRPO_NO_COEFFICIENT(name)
 

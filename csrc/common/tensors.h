@@ -35,11 +35,10 @@ inline void check_float_or_double(const char* op, const char* name, const Tensor
 }
 
 template <typename Settings>
-Settings check_settings(const char* op, const std::vector<int64_t>& modes, const std::vector<double>& coefficients) {
-  GRPO_CHECK(modes.size() == Settings::kModes && coefficients.size() == Settings::kCoefficients, op,
-             ": modes and coefficients must have ", Settings::kModes, " and ", Settings::kCoefficients,
-             " numbers, got ", modes.size(), " and ", coefficients.size());
-  return Settings::from(modes.data(), coefficients.data());
+Settings check_settings(const char* op, const std::vector<double>& numbers) {
+  GRPO_CHECK(numbers.size() == Settings::kSettings, op, ": settings must have ", Settings::kSettings, " numbers, got ",
+             numbers.size());
+  return Settings::from(numbers.data());
 }
 
 // The rule of packed_bounds in grpo_kernels/groups.py, for offsets in host memory.

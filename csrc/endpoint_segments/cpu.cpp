@@ -252,9 +252,8 @@ SegmentTensors run(const Tensor& rewards, const Tensor& logprobs, const Tensor& 
 
 SegmentTensors endpoint_segments_cpu(Tensor rewards, Tensor logprobs, Tensor old_logprobs, Tensor mask,
                                      std::optional<Tensor> values, std::optional<Tensor> cu_seqlens,
-                                     std::optional<Tensor> groups, Tensor threshold, std::vector<int64_t> modes,
-                                     std::vector<double> coefficients) {
-  const SegmentSettings settings = check_settings<SegmentSettings>(kOp, modes, coefficients);
+                                     std::optional<Tensor> groups, Tensor threshold, std::vector<double> numbers) {
+  const SegmentSettings settings = check_settings<SegmentSettings>(kOp, numbers);
   GRPO_CHECK(rewards.dim() == (cu_seqlens ? 1 : 2), kOp, ": rewards must have shape [B, T], or [M] with cu_seqlens");
   GRPO_CHECK(groups || (values && settings.norm != SegmentNorm::kPrompt), kOp,
              ": groups must be given without values or with norm='prompt', got none");

@@ -25,8 +25,8 @@ constexpr const char* kOp = "endpoint_segments";
 SegmentTensors endpoint_segments_cuda(Tensor rewards, Tensor logprobs, Tensor old_logprobs, Tensor mask,
                                       std::optional<Tensor> values, std::optional<Tensor> bounds,
                                       std::optional<Tensor> order, std::optional<Tensor> starts, Tensor threshold,
-                                      std::vector<int64_t> modes, std::vector<double> coefficients) {
-  const SegmentSettings settings = check_settings<SegmentSettings>(kOp, modes, coefficients);
+                                      std::vector<double> numbers) {
+  const SegmentSettings settings = check_settings<SegmentSettings>(kOp, numbers);
   GRPO_CHECK(rewards.dim() == (bounds ? 1 : 2), kOp, ": rewards must have shape [B, T], or [M] with cu_seqlens");
   const bool by_group = !values || settings.norm == SegmentNorm::kPrompt;
   GRPO_CHECK(order.has_value() == by_group && starts.has_value() == by_group, kOp,

@@ -19,7 +19,7 @@ GRPO_CODES(SegmentNorm, int, kNone, kBatch, kPrompt);
 
 constexpr double kMaxLogRatio = 20;
 
-// In the order of SegmentConfig.modes and SegmentConfig.coefficients.
+// In the order of SegmentConfig.settings.
 #define GRPO_SEGMENT_SETTINGS(MODE, COEFFICIENT) \
   MODE(SegmentRule, rule)                        \
   MODE(SegmentProxy, proxy)                      \

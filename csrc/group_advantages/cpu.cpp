@@ -247,9 +247,8 @@ AdvantageTensors group_advantages_cpu(Tensor rewards, std::optional<Tensor> grou
                                       std::optional<Tensor> rollouts, std::optional<Tensor> subgroups,
                                       std::optional<Tensor> valid, std::optional<Tensor> lengths,
                                       std::optional<Tensor> baselines, std::vector<double> weights,
-                                      std::vector<int64_t> modes, std::vector<double> coefficients) {
-  const AdvantageInputs in =
-      advantage_inputs(rewards, subgroups, valid, lengths, baselines, weights, modes, coefficients);
+                                      std::vector<double> numbers) {
+  const AdvantageInputs in = advantage_inputs(rewards, subgroups, valid, lengths, baselines, weights, numbers);
   check_array(kOp, "groups", groups, in.rows, ScalarType::Long);
   check_array(kOp, "rollouts", rollouts, in.rows, ScalarType::Long);
   if (!groups) check_group_size(group_size, in.rows);

@@ -16,11 +16,9 @@ AdvantageTensors group_advantages_cuda(Tensor rewards, std::optional<Tensor> ord
                                        std::optional<Tensor> parent, std::optional<Tensor> parent_starts,
                                        int64_t group_size, std::optional<Tensor> subgroups, std::optional<Tensor> valid,
                                        std::optional<Tensor> lengths, std::optional<Tensor> baselines,
-                                       std::vector<double> weights, std::vector<int64_t> modes,
-                                       std::vector<double> coefficients) {
+                                       std::vector<double> weights, std::vector<double> numbers) {
   const char* const op = AdvantageInputs::kOp;
-  const AdvantageInputs in =
-      advantage_inputs(rewards, subgroups, valid, lengths, baselines, weights, modes, coefficients);
+  const AdvantageInputs in = advantage_inputs(rewards, subgroups, valid, lengths, baselines, weights, numbers);
   check_array(op, "order", order, in.rows, ScalarType::Long);
   check_array(op, "starts", starts, in.rows + 1, ScalarType::Long);
   check_array(op, "parent", parent, in.rows, ScalarType::Long);

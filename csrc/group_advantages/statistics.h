@@ -18,7 +18,7 @@ GRPO_CODES(Combine, int64_t, kSumThenNormalize, kNormalizeThenSum);
 GRPO_CODES(Whiten, int64_t, kNone, kRows, kTokens);
 GRPO_CODES(Gain, int64_t, kNone, kNonzero);
 
-// In the order of AdvantageConfig.modes and AdvantageConfig.coefficients.
+// In the order of AdvantageConfig.settings.
 #define GRPO_ADVANTAGE_SETTINGS(MODE, COEFFICIENT) \
   MODE(Center, center)                             \
   MODE(Scale, scale)                               \

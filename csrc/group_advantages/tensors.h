@@ -44,8 +44,7 @@ struct AdvantageInputs {
 
 inline AdvantageInputs advantage_inputs(Tensor rewards, std::optional<Tensor> subgroups, std::optional<Tensor> valid,
                                         std::optional<Tensor> lengths, std::optional<Tensor> baselines,
-                                        const std::vector<double>& weights, const std::vector<int64_t>& modes,
-                                        const std::vector<double>& coefficients) {
+                                        const std::vector<double>& weights, const std::vector<double>& numbers) {
   const char* const op = AdvantageInputs::kOp;
   const int64_t rows = rewards.size(0), columns = rewards.dim() == 1 ? 1 : rewards.size(1);
   const ScalarType dtype = rewards.scalar_type();
@@ -58,7 +57,7 @@ inline AdvantageInputs advantage_inputs(Tensor rewards, std::optional<Tensor> su
   GRPO_CHECK(weights.empty() || static_cast<int64_t>(weights.size()) == columns, op, ": weights must have ", columns,
              " elements, got ", weights.size());
   const std::vector<double> all_weights = weights.empty() ? std::vector<double>(columns, 1.0) : weights;
-  const AdvantagePlan plan = check_settings<AdvantagePlan>(op, modes, coefficients);
+  const AdvantagePlan plan = check_settings<AdvantagePlan>(op, numbers);
   return {rewards, subgroups, valid, lengths, baselines, all_weights, !weights.empty(), plan, rows, columns};
 }
 

@@ -16,12 +16,7 @@ constexpr int kThreads = 256;
 template <typename T>
 __device__ PolicyBatch<T> batch_of(const PolicyArrays<T>& arrays) {
   PolicyBatch<T> batch = arrays.batch;
-  if (arrays.normalizers != nullptr) {
-    const double tokens = arrays.normalizers[0], rows = arrays.normalizers[1], segments = arrays.normalizers[2];
-    if (!isnan(tokens)) batch.normalizers.tokens = tokens;
-    if (!isnan(rows)) batch.normalizers.rows = rows;
-    if (!isnan(segments)) batch.normalizers.segments = segments;
-  }
+  if (arrays.normalizers != nullptr) batch.normalizers.read(arrays.normalizers);
   return batch;
 }
 

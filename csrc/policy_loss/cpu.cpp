@@ -17,7 +17,7 @@
 
 namespace grpo_kernels {
 
-using PolicyLossTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using PolicyLossTensors = std::tuple<Tensor, Tensor, Tensor>;
 namespace {
 
 constexpr const char* kOp = PolicyInputs::kOp;
@@ -329,24 +329,45 @@ void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double*
   write_metrics(in.plan, batch, all, row_metrics, in.policy_mask != nullptr, metrics);
 }
 
+// The rules of grpo_kernels/checks.py about values, which words them for eager calls.
+template <typename T>
+void check_log_probs(const char* name, const T* values, const PolicyBatch<T>& in) {
+  constexpr double kLargestLogprob = 0.01;
+  if (values == nullptr || std::any_of(values, values + in.tokens, [](T value) { return value < 0; })) return;
+  for (int64_t t = 0; t < in.tokens; ++t) {
+    GRPO_CHECK((in.mask != nullptr && !in.mask[t]) || !(static_cast<double>(values[t]) > kLargestLogprob), kOp, ": ",
+               name, " must be log-probs, which are at most 0, got none below 0 and ", values[t], " at ", t);
+  }
+}
+
+template <typename T>
+void check_values(const PolicyBatch<T>& in) {
+  check_log_probs("logprobs", in.logprobs, in);
+  check_log_probs("old_logprobs", in.old_logprobs, in);
+  check_log_probs("ref_logprobs", in.ref_logprobs, in);
+  if (in.cu_seqlens == nullptr) return;
+  for (int64_t t = in.cu_seqlens[in.rows]; t < in.tokens; ++t) {
+    GRPO_CHECK(!in.is_valid(t), kOp, ": cu_seqlens must end at the number of tokens, ", in.tokens, ", got ",
+               in.cu_seqlens[in.rows], "; padding after the last row needs a mask that is False there");
+  }
+}
+
 }  // namespace
 
 PolicyLossTensors policy_loss_cpu(GRPO_POLICY_PARAMETERS) {
-  PolicyInputs inputs(GRPO_POLICY_ARGUMENTS);
-  if (normalizers) {
-    const double* const values = optional_data<double>(normalizers);
-    for (int i = 0; i < 3; ++i) inputs.counts[i] = std::isnan(values[i]) ? counts[i] : values[i];
-  }
+  const PolicyInputs inputs(GRPO_POLICY_ARGUMENTS);
   const int64_t* const bounds = optional_data<int64_t>(cu_seqlens);
   if (bounds != nullptr) check_packed_bounds(kOp, bounds, inputs.rows, inputs.tokens);
 
   const PolicyResults results(inputs);
   const auto run = [&](auto zero) {
     using T = decltype(zero);
-    const PolicyBatch<T> in = inputs.batch<T>();
-    T* const gradient = data_of<T>(results.gradient);
+    PolicyBatch<T> in = inputs.batch<T>();
+    if (normalizers) in.normalizers.read(optional_data<double>(normalizers));
+    if (checks_values) check_values(in);
+    T* const gradient = results.gradient<T>();
     advise_huge_pages(gradient, inputs.tokens * sizeof(T));
-    T* const entropy_gradient = needs_entropy_gradient ? data_of<T>(results.entropy_gradient) : nullptr;
+    T* const entropy_gradient = results.entropy_gradient<T>(inputs);
     double* const metrics = data_of<double>(results.metrics);
     // packed tensors may have tokens after the last row
     const int64_t used = bounds == nullptr ? inputs.tokens : bounds[inputs.rows];
@@ -356,7 +377,7 @@ PolicyLossTensors policy_loss_cpu(GRPO_POLICY_PARAMETERS) {
     *data_of<T>(results.loss) = static_cast<T>(metrics[0]);
   };
   inputs.is_double() ? run(double{}) : run(float{});
-  return {results.loss, results.metrics, results.gradient, results.entropy_gradient};
+  return {results.loss, results.metrics, results.gradients};
 }
 
 }  // namespace grpo_kernels

@@ -31,9 +31,9 @@ struct alignas(8) DoneCounter {
 // Raw device pointers; null where an argument was not given.
 template <typename T>
 struct PolicyArrays {
-  PolicyBatch<T> batch;                    // `normalizers` replaces its, where given
+  PolicyBatch<T> batch;
   TermCoefficients<T> coefficients;        // converted once, as threads would do it again for every token
-  const double* normalizers;               // [3]: tokens, rows, segments
+  const double* normalizers;               // those of the batch that are infinite there
   int64_t tasks_per_row, tasks;            // tasks_per_row: of padded rows
   T *gradient, *entropy_gradient;          // [tokens]
   Counts *row_counts, *block_counts;       // [rows], [kCountBlocks]; null if no share depends on them

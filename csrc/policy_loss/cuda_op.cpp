@@ -57,7 +57,7 @@ int64_t place(PolicyArrays<T>& arrays, std::byte* data) {
   return memory.bytes();
 }
 
-using PolicyLossTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // loss, metrics, gradient, entropy_gradient
+using PolicyLossTensors = std::tuple<Tensor, Tensor, Tensor>;  // loss, metrics, gradients
 
 // segments_ascend [1], where given, gets whether segment ids ascend from 0 along each row.
 PolicyLossTensors policy_loss_cuda(GRPO_POLICY_PARAMETERS, std::optional<Tensor> segments_ascend) {
@@ -75,8 +75,8 @@ PolicyLossTensors policy_loss_cuda(GRPO_POLICY_PARAMETERS, std::optional<Tensor>
     arrays.normalizers = optional_data<double>(normalizers);
     arrays.tasks_per_row = std::max<int64_t>(1, (arrays.batch.width + kTokensPerTask - 1) / kTokensPerTask);
     arrays.tasks = count_tasks(arrays);
-    arrays.gradient = data_of<T>(results.gradient);
-    if (needs_entropy_gradient) arrays.entropy_gradient = data_of<T>(results.entropy_gradient);
+    arrays.gradient = results.gradient<T>();
+    arrays.entropy_gradient = results.entropy_gradient<T>(inputs);
     arrays.metrics = data_of<double>(results.metrics);
     arrays.loss = data_of<T>(results.loss);
     if (segments_ascend) arrays.segments_ascend = data_of<bool>(*segments_ascend);
@@ -86,7 +86,7 @@ PolicyLossTensors policy_loss_cuda(GRPO_POLICY_PARAMETERS, std::optional<Tensor>
     launch_policy_loss(arrays, stream);
   };
   inputs.is_double() ? run(double{}) : run(float{});
-  return {results.loss, results.metrics, results.gradient, results.entropy_gradient};
+  return {results.loss, results.metrics, results.gradients};
 }
 
 void scale_gradient_cuda(Tensor gradient, Tensor upstream) {

@@ -18,7 +18,7 @@ GRPO_CODES(Kl, int64_t, kNone, kK1, kK2, kK3, kAbs);
 GRPO_CODES(Aggregation, int64_t, kTokenMean, kTokenSum, kSeqMeanTokenMean, kSeqMeanTokenSum, kSeqMeanTokenSumNorm,
            kLocalTokenMean);
 
-// In the order of LossConfig.modes and LossConfig.coefficients.
+// In the order of LossConfig.settings.
 // clang-format off: it would nest the entries
 #define GRPO_POLICY_SETTINGS(MODE, COEFFICIENT)                                                           \
   MODE(Loss, loss) MODE(Ratio, ratio) MODE(Kl, kl) MODE(bool, kl_straight) MODE(bool, kl_unbiased)        \
@@ -71,6 +71,17 @@ GRPO_HD Counts counts_of_row(double tokens, double terms) {
 // Counts over the whole batch from the caller, as this call may hold only a part of it; NaN: use this call's count.
 struct Normalizers {
   double tokens = NAN, rows = NAN, segments = NAN;
+
+  // Sets those that are infinite to the next of `values`. A count from elsewhere can be 0, which counts as 1, as in
+  // TRL.
+  GRPO_HD void read(const double* values) {
+    double* const units[] = {&tokens, &rows, &segments};
+    for (double* const unit : units) {
+      if (!isinf(*unit)) continue;
+      const double value = *values++;
+      *unit = value > 0 ? value : 1;
+    }
+  }
 };
 
 GRPO_HD double normalizer_or(double normalizer, double count) {

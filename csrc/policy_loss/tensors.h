@@ -2,6 +2,9 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
+#include <array>
+#include <cmath>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -19,12 +22,11 @@ namespace grpo_kernels {
   Tensor logprobs,                                                                                               \
       GRPO_POLICY_TOKENS(GRPO_POLICY_PARAMETER, GRPO_POLICY_PARAMETER, GRPO_POLICY_PARAMETER) Tensor advantages, \
       std::optional<Tensor> is_weights, std::optional<Tensor> cu_seqlens, std::optional<Tensor> normalizers,     \
-      std::vector<double> counts, std::vector<int64_t> modes, std::vector<double> coefficients,                  \
-      bool needs_entropy_gradient
+      std::vector<double> counts, std::vector<double> numbers, bool needs_entropy_gradient, bool checks_values
 #define GRPO_POLICY_NAME(name) name,
 #define GRPO_POLICY_ARGUMENTS                                                                                \
   logprobs, GRPO_POLICY_TOKENS(GRPO_POLICY_NAME, GRPO_POLICY_NAME, GRPO_POLICY_NAME) advantages, is_weights, \
-      cu_seqlens, normalizers, counts, modes, coefficients, needs_entropy_gradient
+      cu_seqlens, normalizers, counts, numbers, needs_entropy_gradient, checks_values
 
 // The arguments, checked.
 struct PolicyInputs {
@@ -36,9 +38,9 @@ struct PolicyInputs {
 #undef GRPO_TENSOR
   Tensor advantages;
   std::optional<Tensor> is_weights, cu_seqlens, normalizers;
-  std::vector<double> counts;  // normalizers known to the host: tokens, rows, segments; NaN: not known
+  std::vector<double> counts;  // tokens, rows, segments; NaN: to be counted, infinite: the next of normalizers
   PolicyPlan plan;
-  bool needs_entropy_gradient;
+  bool needs_entropy_gradient, checks_values;
   int64_t rows, tokens;
 
   explicit PolicyInputs(GRPO_POLICY_PARAMETERS);
@@ -89,21 +91,23 @@ inline void PolicyInputs::check() const {
   check_array(kOp, "advantages", advantages, is_by_row(advantages) ? rows : tokens, dtype);
   check_array(kOp, "is_weights", is_weights, is_weights && is_by_row(*is_weights) ? rows : tokens, dtype);
   check_array(kOp, "cu_seqlens", cu_seqlens, rows + 1, ScalarType::Long);
-  check_array(kOp, "normalizers", normalizers, 3, ScalarType::Double);
+  const auto is_infinite = [](double count) { return std::isinf(count); };
+  const int64_t read = std::count_if(counts.begin(), counts.end(), is_infinite);
+  GRPO_CHECK(normalizers || read == 0, kOp, ": normalizers must have ", read, " elements, got none");
+  check_array(kOp, "normalizers", normalizers, read, ScalarType::Double);
   GRPO_CHECK(segments || !plan.by_segment(), kOp, ": segments must be given for this ratio, got none");
   GRPO_CHECK(!policy_mask || plan.loss != Loss::kGeoMean, kOp,
              ": policy_mask must be left out where terms are rows, got a tensor");
 }
 
 inline PolicyPlan checked_plan(const Tensor& logprobs, const std::optional<Tensor>& cu_seqlens,
-                               const std::vector<double>& counts, const std::vector<int64_t>& modes,
-                               const std::vector<double>& coefficients) {
+                               const std::vector<double>& counts, const std::vector<double>& numbers) {
   const char* const op = PolicyInputs::kOp;
   GRPO_CHECK(logprobs.dim() == (cu_seqlens ? 1 : 2), op,
              ": logprobs must have shape [B, T], or [M] with cu_seqlens, got ", logprobs.dim(), " dimensions");
   GRPO_CHECK(counts.size() == 3, op, ": counts must have 3 numbers, got ", counts.size());
   check_float_or_double(op, "logprobs", logprobs);
-  return check_settings<PolicyPlan>(op, modes, coefficients);
+  return check_settings<PolicyPlan>(op, numbers);
 }
 
 #define GRPO_SAME(name) name(name),
@@ -114,23 +118,43 @@ inline PolicyInputs::PolicyInputs(GRPO_POLICY_PARAMETERS)
       cu_seqlens(cu_seqlens),
       normalizers(normalizers),
       counts(counts),
-      plan(checked_plan(logprobs, cu_seqlens, counts, modes, coefficients)),
+      plan(checked_plan(logprobs, cu_seqlens, counts, numbers)),
       needs_entropy_gradient(needs_entropy_gradient),
+      checks_values(checks_values),
       rows(cu_seqlens ? cu_seqlens->numel() - 1 : logprobs.size(0)),
       tokens(logprobs.numel()) {
   check();
 }
 #undef GRPO_SAME
 
-// The results of the op, not initialised. Without an entropy gradient that tensor is empty.
+// The results of the op, not initialised. `gradients` is that by the log-probs, in their shape, or with that by the
+// entropies [2, ...].
 struct PolicyResults {
-  Tensor loss, metrics, gradient, entropy_gradient;
+  Tensor loss, metrics, gradients;
 
   explicit PolicyResults(const PolicyInputs& in)
       : loss(empty_tensor(in.logprobs, nullptr, 0, dtype_of(in.logprobs))),
         metrics(empty_vector(in.logprobs, kPolicyMetrics, aoti_torch_dtype_float64())),
-        gradient(empty_vector(in.logprobs, in.tokens, dtype_of(in.logprobs))),
-        entropy_gradient(empty_vector(in.logprobs, in.needs_entropy_gradient ? in.tokens : 0, dtype_of(in.logprobs))) {}
+        gradients(empty_gradients(in)) {}
+
+  template <typename T>
+  T* gradient() const {
+    return data_of<T>(gradients);
+  }
+  template <typename T>
+  T* entropy_gradient(const PolicyInputs& in) const {
+    return in.needs_entropy_gradient ? gradient<T>() + in.tokens : nullptr;
+  }
+
+ private:
+  static Tensor empty_gradients(const PolicyInputs& in) {
+    std::array<int64_t, 3> sizes{2};
+    const auto shape = in.logprobs.sizes();
+    std::copy(shape.begin(), shape.end(), sizes.begin() + 1);
+    const int64_t first = in.needs_entropy_gradient ? 0 : 1;
+    const int64_t dimensions = static_cast<int64_t>(shape.size()) + 1 - first;
+    return empty_tensor(in.logprobs, sizes.data() + first, dimensions, dtype_of(in.logprobs));
+  }
 };
 
 }  // namespace grpo_kernels

@@ -204,8 +204,8 @@ struct GroupTensors {
 
 SimilarityTensors similarity_groups_cpu(Tensor embeddings, std::optional<Tensor> order, std::optional<Tensor> offsets,
                                         int64_t num_groups, int64_t size, std::optional<Tensor> valid,
-                                        std::vector<int64_t> modes, std::vector<double> coefficients) {
-  const SimilaritySettings settings = check_settings<SimilaritySettings>(kSimilarityOp, modes, coefficients);
+                                        std::vector<double> numbers) {
+  const SimilaritySettings settings = check_settings<SimilaritySettings>(kSimilarityOp, numbers);
   const int64_t rows = embeddings.size(0);
   const Prompts prompts = check_prompts(rows, order, offsets, num_groups, size);
   check_offsets(prompts, rows);
@@ -265,8 +265,8 @@ std::tuple<Tensor, Tensor> pairwise_cosine_cpu(Tensor embeddings, std::optional<
   return {distances, status};
 }
 
-ClusterTensors cluster_distances_cpu(Tensor distances, std::vector<int64_t> modes, std::vector<double> coefficients) {
-  const SimilaritySettings settings = check_settings<SimilaritySettings>(kSimilarityOp, modes, coefficients);
+ClusterTensors cluster_distances_cpu(Tensor distances, std::vector<double> numbers) {
+  const SimilaritySettings settings = check_settings<SimilaritySettings>(kSimilarityOp, numbers);
   const DistanceTensor input(distances);
   const int64_t shape[2] = {input.prompts, input.size};
   const Tensor labels = empty_tensor(distances, shape, 2, aoti_torch_dtype_int32());

@@ -63,7 +63,7 @@ std::tuple<Tensor, Tensor> pairwise_cosine_cuda(Tensor embeddings, std::optional
 }
 
 ClusteredRows cluster_distances_cuda(Tensor distances, std::optional<Tensor> order, std::optional<Tensor> offsets,
-                                     int64_t rows, std::vector<int64_t> modes, std::vector<double> coefficients) {
+                                     int64_t rows, std::vector<double> numbers) {
   const Prompts shape = check_distances(distances);
   const Prompts prompts = check_prompts(rows, order, offsets, shape.count, shape.size);
   const Tensor labels = empty_vector(distances, rows, aoti_torch_dtype_int32());
@@ -76,7 +76,7 @@ ClusteredRows cluster_distances_cuda(Tensor distances, std::optional<Tensor> ord
     const DeviceGuard guard(distances.get_device_index());
     std::optional<Tensor> matrices;
     launch_clusters(
-        {floats_of(distances), prompts, check_settings<SimilaritySettings>(kSimilarityOp, modes, coefficients),
+        {floats_of(distances), prompts, check_settings<SimilaritySettings>(kSimilarityOp, numbers),
          allocate_matrices(matrices, distances, prompts), data_of<int32_t>(labels), data_of<int64_t>(ids),
          data_of<int32_t>(groups), data_of<float>(silhouette), data_of<int32_t>(best_k), data_of<uint8_t>(verdict)},
         current_stream(distances.get_device_index()));

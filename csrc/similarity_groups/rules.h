@@ -15,7 +15,7 @@ GRPO_CODES(Verdict, uint8_t, kClustered, kAllSame, kAllDifferent, kSmall, kEmpty
 GRPO_CODES(Collapse, int, kOne, kSingletons);
 GRPO_CODES(RowStatus, uint8_t, kInUse = 0, kMasked = 1, kNotFinite = 2, kZeroVector = 4);
 
-// In the order of SimilarityConfig.modes and SimilarityConfig.coefficients.
+// In the order of SimilarityConfig.settings.
 #define GRPO_SIMILARITY_SETTINGS(MODE, COEFFICIENT) \
   MODE(Linkage, linkage)                            \
   MODE(int, k_min)                                  \

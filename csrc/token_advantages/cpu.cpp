@@ -163,8 +163,8 @@ TokenAdvantageTensors run(const Tensor& rewards, const std::optional<Tensor>& va
 
 TokenAdvantageTensors token_advantages_cpu(Tensor rewards, std::optional<Tensor> values, Tensor mask,
                                            std::optional<Tensor> cu_seqlens, std::optional<Tensor> turns,
-                                           std::vector<int64_t> modes, std::vector<double> coefficients) {
-  const auto settings = check_settings<TokenAdvantageSettings>(kOp, modes, coefficients);
+                                           std::vector<double> numbers) {
+  const auto settings = check_settings<TokenAdvantageSettings>(kOp, numbers);
   GRPO_CHECK(rewards.dim() == (cu_seqlens ? 1 : 2), kOp, ": rewards must have shape [B, T], or [M] with cu_seqlens");
   GRPO_CHECK(!cu_seqlens || cu_seqlens->numel() > 0, kOp, ": cu_seqlens must have shape [B + 1], got [0]");
   check_float_or_double(kOp, "rewards", rewards);

@@ -14,7 +14,7 @@ namespace grpo_kernels {
 // In the order of the names in grpo_kernels/ops/token_advantages/config.py; tests/test_codes.py compares them.
 GRPO_CODES(TokenWhiten, int, kNone, kTokens);
 
-// In the order of TokenAdvantageConfig.modes and TokenAdvantageConfig.coefficients.
+// In the order of TokenAdvantageConfig.settings.
 #define GRPO_TOKEN_ADVANTAGE_SETTINGS(MODE, COEFFICIENT) \
   MODE(TokenWhiten, whiten)                              \
   MODE(bool, carry_rewards)                              \

@@ -1,4 +1,4 @@
-"""Gathers the parameters of LM heads that FSDP2 shards, for adapters that hold the model.
+"""Gathers the parameters of LM heads that FSDP2 or ZeRO-3 shards, for adapters that hold the model.
 
 FSDP2 gathers a unit's parameters in the unit's own forward pass, which a fused head does not call: it multiplies by the
 weight of the head in the forward pass of the model. The ranks have rows of their own, so that the gradient of the whole
@@ -52,6 +52,14 @@ def gathered(
     whole = shards.redistribute(placements=[Replicate()] * mesh.ndim, forward_dtype=narrower)
     result: Tensor = whole.to_local(grad_placements=[Partial()] * mesh.ndim)
     return result if dtype is None else result.to(dtype)
+
+
+def kept(parameter: Tensor) -> Tensor:
+    """A parameter that ZeRO-3 has gathered for the forward pass, for a backward that reads it, too.
+
+    The memory is then taken from the parameter, but not from a view of it.
+    """
+    return parameter[:]
 
 
 def dtype_of(hidden: Tensor) -> torch.dtype:

@@ -35,19 +35,30 @@ class Batch:
         logprobs: [N, T], of the policy, a leaf that requires a gradient
         old_logprobs: [N, T], of the policy that generated the rows
         ref_logprobs: [N, T], of the reference, for a KL
+        teacher_logprobs: [N, T], of a teacher, for distillation
         entropy: [N, T], of the policy, for a bonus
         token_rewards: [N, T], for GAE
-        values: [N, T], of a critic, for GAE
-        estimator: "mean", reward - mean; "mean-std", that divided by the standard deviation; "leave-one-out", reward -
-            mean of the others
+        values: [N, T], of a critic, for GAE and for the critic's loss
+        returns: [N, T], the targets of the values in the critic's loss
+        truncated: bool [N], rows that were cut at the length limit
+        lengths: integers [N] of packed rows: tensors [N, T] are then [1, sum], one row after another; None: padded rows
+        estimator: "mean", reward - mean; "leave-one-out", reward - mean of the others; "mean-std" and
+            "leave-one-out-std", those divided by a standard deviation; None means the trainer's default
+        filter_groups: whether groups of equal rewards are left out, as in dynamic sampling; their advantages are NaN
+        gamma: discount of GAE
+        lam: lambda of GAE
+        whiten: whether the advantages of GAE are whitened over the batch
         aggregation: "token-mean", "seq-mean-token-mean" or "seq-mean-token-sum"; None means the trainer's default
         ratio: "token", or "sequence" for GSPO
         clip: PPO's, on both sides
+        kl: form of the KL, "k1", "k2" or "k3"; None means the trainer's default
         kl_coef: factor of the KL from the reference in the loss
         entropy_coef: factor of the entropy bonus, which is subtracted from the loss
-        gamma: discount of GAE
-        lam: lambda of GAE
-        packed: whether the layout without padding is asked for
+        teacher_coef: factor of a divergence from the teacher, whichever the trainer has
+        value_coef: factor of the critic's loss
+        auxiliary: the model's own mean of a further loss over the rows it gets, as of a router of experts
+        auxiliary_coef: factor of it
+        mask_truncated: whether the trainer is to leave truncated rows out of the loss
         whole: the batch that this one is a part of; None if it is none
         rows: integers [N], rows of the whole; None means all
         columns: first and last + 1 of the whole's tokens, for a slice of the context; None means all
@@ -63,19 +74,30 @@ class Batch:
     logprobs: Tensor
     old_logprobs: Tensor
     ref_logprobs: Tensor
+    teacher_logprobs: Tensor
     entropy: Tensor
     token_rewards: Tensor
     values: Tensor
+    returns: Tensor
+    truncated: Tensor
+    lengths: Tensor | None = None
 
-    estimator: str = "mean"
+    estimator: str | None = "mean"
+    filter_groups: bool = False
+    gamma: float = 1.0
+    lam: float = 1.0
+    whiten: bool = False
     aggregation: str | None = "token-mean"
     ratio: str = "token"
     clip: float = 0.2
+    kl: str | None = "k3"
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
-    gamma: float = 1.0
-    lam: float = 1.0
-    packed: bool = False
+    teacher_coef: float = 0.0
+    value_coef: float = 0.0
+    auxiliary: float = 0.0
+    auxiliary_coef: float = 0.0
+    mask_truncated: bool = False
 
     whole: Batch | None = None
     rows: Tensor | None = None
@@ -104,14 +126,35 @@ class Batch:
         """Fills fields [N, T] with a value wherever the mask is False."""
         return self.replace(**{name: torch.where(self.mask, getattr(self, name), value) for name in names})
 
-    def of_ratio(self, ratio: float) -> Batch:
-        """The batch with this ratio everywhere, and log-probs that are at most 0."""
+    def of_ratio(self, ratio: float, ref: float | Tensor = 1.0) -> Batch:
+        """The batch with this ratio everywhere, this one of the reference, and log-probs that are at most 0."""
         gap = math.log(ratio)
         old = self.old_logprobs - max(gap, 0.0)
-        return self.replace(old_logprobs=old, logprobs=old + gap)
+        logprobs = old + gap
+        return self.replace(old_logprobs=old, logprobs=logprobs, ref_logprobs=logprobs + torch.as_tensor(ref).log())
 
 
-_BY_TOKEN = ("mask", "logprobs", "old_logprobs", "ref_logprobs", "entropy", "token_rewards", "values")
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """The arguments of `logprobs`: logits [N, L, V] at each of tokens [N, L], prompt first, and the temperature."""
+
+    logits: Tensor
+    tokens: Tensor
+    temperature: float = 1.0
+
+    @property
+    def total(self) -> Logits:
+        return self
+
+    def replace(self, **changes: Any) -> Logits:
+        return dataclasses.replace(self, **changes)
+
+
+_BY_ROW = ("groups", "rollouts", "rewards", "advantages", "truncated")
+_BY_TOKEN = (
+    *("mask", "logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs"),
+    *("entropy", "token_rewards", "values", "returns"),
+)
 
 
 def make(
@@ -141,7 +184,10 @@ def make(
         logprobs=old + 0.4 * (place * 2.3).cos(),
         old_logprobs=old,
         ref_logprobs=old + 0.5 * (place * 0.9 + 1).sin(),
+        teacher_logprobs=old + 0.5 * (place * 0.7 + 2).sin(),
         entropy=1.5 + (place * 1.3).sin(),
+        returns=fields["values"] + (place * 1.1).sin(),
+        truncated=torch.tensor(fields.pop("truncated", [False] * count)),
         **fields,
     )
 
@@ -157,9 +203,45 @@ def padded(batch: Batch, left: int, right: int) -> Batch:
     return _changed(batch, lambda values: F.pad(values, (left, right), value=0))
 
 
-def spread(batch: Batch) -> Batch:
+def packed(batch: Batch) -> Batch:
+    """The batch in the layout without padding: each row up to its last token, one after another."""
+    places = torch.arange(batch.mask.shape[1])
+    lengths = ((places + 1) * batch.mask).amax(1)
+    is_kept = places < lengths[:, None]
+    return _changed(batch, lambda values: values[is_kept][None]).replace(lengths=lengths)
+
+
+def spread(batch: Batch, is_noisy: bool = False) -> Batch:
     """The batch with a token that does not count after each of its tokens, as the output of a tool is."""
-    return _changed(batch, lambda values: torch.stack([values, torch.zeros_like(values)], 2).flatten(1))
+
+    def change(values: Tensor) -> Tensor:
+        is_number = is_noisy and values.dtype != torch.bool
+        between = values.roll(1, 1) if is_number else torch.zeros_like(values)
+        return torch.stack([values, between], 2).flatten(1)
+
+    return _changed(batch, change)
+
+
+def probe(batch: Batch, name: str) -> Batch:
+    """The batch, or part of one, with other values in a field, so that a result that reads it moves."""
+    values = getattr(batch.total, name)
+    if name == "mask":
+        other = values.clone()
+        other[tuple(values.nonzero()[0])] = False
+    elif name == "truncated":
+        other = ~values
+    elif name == "groups":
+        other = torch.zeros_like(values)
+    elif name == "rollouts":
+        other = values.roll(1) if len(set(values.tolist())) > 1 else torch.arange(len(values))
+    elif isinstance(values, Tensor):
+        other = values + 0.3 * (torch.arange(values.numel()).view(values.shape) * 2.0 + 1).cos()
+    else:
+        other = values + 1
+    changed = batch.total.replace(**{name: other})
+    if batch.whole is None or batch.rows is None:
+        return changed
+    return part(changed, batch.rows.tolist(), batch.columns, ranks=batch.ranks, steps=batch.steps)
 
 
 def split_first(batch: Batch, lengths: Sequence[int]) -> Batch:
@@ -176,5 +258,5 @@ def split_first(batch: Batch, lengths: Sequence[int]) -> Batch:
 def _changed(batch: Batch, change: Callable[[Tensor], Tensor], rows: Sequence[int] | None = None) -> Batch:
     """A batch of these rows, or of all, whose values of tokens are changed."""
     index = list(range(len(batch.mask)) if rows is None else rows)
-    by_row = {name: getattr(batch, name)[index] for name in ("groups", "rollouts", "rewards", "advantages")}
+    by_row = {name: getattr(batch, name)[index] for name in _BY_ROW}
     return batch.replace(**by_row, **{name: change(getattr(batch, name)[index]) for name in _BY_TOKEN})

@@ -11,19 +11,20 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from grpo_conformance import CONVENTIONS, INVARIANTS, adapters, report, run
 from grpo_conformance.__main__ import main
 from grpo_conformance.report import START, THREADS, markdown
-from grpo_conformance.run import ERROR, FAILS, LACKS, NOT_OFFERED, PASSES
+from grpo_conformance.run import CHOICE, ERROR, FAILS, IGNORED, LACKS, NOT_OFFERED, PASSES
 from torch import Tensor
 
 from tests.conformance.plain import Plain
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "conformance.md"
-STATUSES = (PASSES, FAILS, ERROR, NOT_OFFERED)
+STATUSES = (PASSES, FAILS, ERROR, CHOICE, IGNORED, NOT_OFFERED)
 CASES = (*INVARIANTS, *CONVENTIONS)
 WRONG = """
 class Wrong:
@@ -33,6 +34,15 @@ class Wrong:
         return batch.rewards - batch.rewards.mean()
 
 adapter = Wrong()
+"""
+LOOSE = """
+from tests.conformance.plain import Plain
+
+class Loose(Plain):
+    def loss(self, batch):
+        return super().loss(batch) + 0 * (batch.logprobs * ~batch.mask).sum()
+
+adapter = Loose()
 """
 RIGHT = "from tests.conformance.plain import Plain\nadapter = Plain()\n"
 
@@ -61,10 +71,10 @@ def test_the_status_says_whether_an_invariant_fails(files: dict[str, str], capsy
     assert "NO" not in out and "wrong" not in out and all(f"\n{case.name} " in out for case in INVARIANTS)
     assert main([files["wrong"], files["right"]]) == 1
     out = capsys.readouterr().out
-    title = "masked-vote: The reward of a masked row moves no mean"
-    given = "mask 00 11 11; rewards [100, 3, 1]; groups [0, 0, 0]"
-    wrong = "row 1 is -31.67, not 1 (-31.7 times); row 2 is -33.67, not -1 (33.7 times)"
-    assert f"{title} | mine<b> | estimator='mean' | {given} | {wrong}\n" in out
+    title = "mean: The baseline is a group's mean"
+    given = "mask 11 11 11 11; rewards [3, 1, 5, 9]; groups [70, 70, 3, 3]"
+    wrong = "row 0 is -1.5, not 1 (-1.5 times); row 1 is -3.5, not -1 (3.5 times); row 2 is 0.5, not -2 (-0.25 times)"
+    assert f"{title} | mine<b> | estimator='mean' | {given} | {wrong}; and 1 more\n" in out
     first = next(line for line in out.splitlines() if line.startswith("mean "))
     assert first.split() == ["mean", "NO", "yes"]
     assert main([files["broken"]]) == 1
@@ -77,10 +87,36 @@ def test_the_status_says_whether_an_invariant_fails(files: dict[str, str], capsy
 def test_the_settings_of_a_case() -> None:
     """The estimator and the aggregation, since a trainer's default may be another, and what is not the default."""
     settings = {case.name: case.settings for case in INVARIANTS}
-    assert settings["gae"] == "gamma=0.5 lam=0.5" and settings["gae-rollout"] == ""
+    assert settings["gae"] == "gamma=0.5 lam=0.5" and settings["gae-nan"] == ""
     assert settings["token-mean"] == "aggregation='token-mean'"
-    assert settings["ranks-rows"] == "aggregation='seq-mean-token-mean' kl_coef=0.1"
-    assert settings["rollout-ratio"] == "aggregation='seq-mean-token-mean' ratio='sequence' clip=10.0"
+    assert settings["gspo"] == "aggregation='token-mean' ratio='sequence' clip=10.0"
+    (share,) = (case for case in INVARIANTS if case.name == "kl-share")
+    assert share.under(share.variants[4]).settings == "aggregation=None kl='k2' kl_coef=0.5"
+
+
+def test_what_fails_a_run(files: dict[str, str], tmp_path: Path) -> None:
+    """Faults alone, unless it is asked to fail on all."""
+    path = tmp_path / "loose.py"
+    path.write_text(LOOSE)
+    assert main([str(path)]) == 0
+    assert [main([str(path), "--fail-on", kind]) for kind in ("faults", "all", "nothing")] == [0, 1, 0]
+    assert main([files["wrong"], "--fail-on", "nothing"]) == 0
+
+
+def test_what_ci_reads(files: dict[str, str], tmp_path: Path) -> None:
+    junit, badge = tmp_path / "out.xml", tmp_path / "badge.json"
+    options = ["--junit", str(junit), "--badge", str(badge)]
+    assert main([files["right"], *options]) == 0
+    expected = {"schemaVersion": 1, "label": "conformance", "message": "no faults", "color": "brightgreen"}
+    assert json.loads(badge.read_text()) == expected
+    assert main([files["wrong"], files["broken"].replace("broken", "right"), *options]) == 1
+    wrong, right = ElementTree.parse(junit).getroot()
+    assert [suite.get("name") for suite in (wrong, right)] == ["mine<b>", "plain"]
+    assert int(wrong.get("failures", 0)) == len(wrong.findall(".//failure")) > 1 and right.get("failures") == "0"
+    assert int(wrong.get("tests", 0)) == len(wrong.findall("testcase")) == len(CASES)
+    (mean,) = wrong.findall("testcase[@name='mean']/failure")
+    assert mean.get("message", "").startswith("row 0 is -1.5, not 1") and "groups [70, 70, 3, 3]" in str(mean.text)
+    assert json.loads(badge.read_text())["message"] == f"{wrong.get('failures')} faults"
 
 
 def test_what_is_written(files: dict[str, str], tmp_path: Path) -> None:
@@ -90,7 +126,7 @@ def test_what_is_written(files: dict[str, str], tmp_path: Path) -> None:
     page, table = paths["html"].read_text(), paths["markdown"].read_text()
     assert set(THREADS) <= {case.name for case in CASES}
     for text in (page, table):
-        assert "row 1 is -31.67, not 1" in text
+        assert "row 0 is -1.5, not 1" in text
         for case in CASES:
             assert case.title in text.replace("&#x27;", "'")
             for thread in THREADS.get(case.name, "").split():
@@ -99,14 +135,10 @@ def test_what_is_written(files: dict[str, str], tmp_path: Path) -> None:
     assert all(f"{status}: " in page for status in STATUSES)
     assert "<th>mine&lt;b&gt;</th>" in page and "mine<b>" not in page
     listed = json.loads(paths["json"].read_text())
-    assert listed["Invariants"][0] == ["case", "what must hold", "mine<b>", "plain", "met in"]
-    (one,) = (cells for cells in listed["What went wrong"] if cells[0] == "masked-vote")
-    assert one[:3] == [
-        "masked-vote",
-        "mine<b>",
-        "row 1 is -31.67, not 1 (-31.7 times); row 2 is -33.67, not -1 (33.7 times)",
-    ]
-    assert "<td>masked-vote</td><td>mine&lt;b&gt;</td><td>row 1 is -31.67, not 1 (-31.7 times); row 2" in page
+    assert listed["Faults"][0] == ["case", "what must hold", "mine<b>", "plain", "met in"]
+    (one,) = (cells for cells in listed["What went wrong"] if cells[0] == "mean")
+    assert one[:4] == ["mean", "mine<b>", "", "estimator='mean'"] and one[4].startswith("row 0 is -1.5, not 1")
+    assert "<td>mean</td><td>mine&lt;b&gt;</td><td></td><td>estimator=&#x27;mean&#x27;</td><td>row 0 is" in page
 
 
 def test_the_terminal_says_why_cases_are_not_offered(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +155,7 @@ def test_an_introduction_is_kept(files: dict[str, str], tmp_path: Path) -> None:
     path.write_text(f"# Title\n\nWords.\n\n{START}\n\nold tables\n")
     assert main([files["right"], "--markdown", str(path)]) == 0
     text = path.read_text()
-    assert text.startswith(f"# Title\n\nWords.\n\n{START}\n\n## Invariants\n\n| case |") and "old tables" not in text
+    assert text.startswith(f"# Title\n\nWords.\n\n{START}\n\n## Faults\n\n| case |") and "old tables" not in text
     results = run(Plain(), CASES)
     assert text == markdown({"plain": results}, text)
     new = tmp_path / "new.md"
@@ -152,28 +184,28 @@ def test_textbook_grpo_in_the_template_of_the_page_fails_by_its_own_faults_alone
         ratio, advantages = (logprobs - old)[mask].exp(), advantages[:, None].expand(mask.shape)[mask]
         return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages).sum()
 
-    scope: dict[str, Any] = {"my_advantages": my_advantages, "my_loss": my_loss}
+    def my_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+        return logits.log_softmax(2).gather(2, tokens[:, :, None])[:, :, 0]
+
+    scope: dict[str, Any] = {"my_advantages": my_advantages, "my_loss": my_loss, "my_logprobs": my_logprobs}
     exec(PAGE.read_text().split("```python\n")[1].partition("```")[0], scope)
     scope["Mine"].token_advantages = Plain.token_advantages
     assert scope["Mine"].lacks == tuple(LACKS)
     results = {result.case.name: result for result in run(scope["adapter"], INVARIANTS)}
-    assert [name for name, result in results.items() if result.has_failed] == [
-        "equal-rewards",
-        "masked-vote",
-        "unscored",
-    ]
+    assert [name for name, result in results.items() if result.has_failed] == ["equal-rewards-exact"]
     asked = [name for name, result in results.items() if result.status == "yes" and result.case.method == "loss"]
     assert asked == [
-        *("token-mean", "clip", "padding", "gaps", "nan-masked", "inf-masked", "row-order-loss"),
-        *("parts-tokens", "ranks-tokens", "pad-rows-loss", "empty-part"),
+        *("token-mean", "default-loss", "clip", "clip-low", "padding", "gaps", "row-order-loss"),
+        *("parts-tokens", "parts-default", "ranks-tokens", "ranks-steps", "nan-masked", "inf-masked"),
     ]
+    assert {results[name].status for name in ("kl-k3", "entropy", "gspo", "seq-mean-token-mean")} == {"ignored", "-"}
 
 
 @pytest.mark.parametrize(
     "arguments, error",
     [
         (["nothing"], "must define `adapter`, an object with a name, got None"),
-        (["no method"], "must have one of the methods advantages, token_advantages, loss"),
+        (["no method"], "must have one of the methods advantages, token_advantages, loss, logprobs"),
         (["misspelt"], "or others that start with an underscore, got 'los' (did you mean 'loss'?)"),
         (["lacks"], "may lack rollouts of several rows, uneven groups"),
         (["import"], "cannot be imported: ModuleNotFoundError: No module named 'absent_package'"),

@@ -93,7 +93,7 @@ def test_losses(
 ) -> None:
     """And their gradients.
 
-    TRL's bonus is a mean over tokens, its KL is weighted by the ratio, and its rollouts are of one process, without a
+    TRL's bonus is a mean over tokens, and its rollouts are of one process, without a
     ratio.
     """
     fields: dict[str, Any] = {"aggregation": aggregation, "kl_coef": 0.0 if name == "fused_trl" else 0.1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,23 +135,19 @@ def test_weights_of_vllm_that_a_loss_cannot_use(tmp_path: Path) -> None:
         check(trainer)
 
 
-def test_a_fused_head_that_is_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = SimpleNamespace(torch_compile=False, fsdp=["full_shard"], deepspeed="zero3.json", top_entropy_quantile=0.5)
-    of_one = SimpleNamespace(num_processes=1)
+def test_a_fused_head_that_is_in_parts() -> None:
+    args = SimpleNamespace(torch_compile=False, fsdp=["full_shard"], top_entropy_quantile=0.5)
+    of_one = SimpleNamespace(num_processes=1, is_fsdp2=False)
     trainer = SimpleNamespace(args=args, is_fsdp_enabled=False, top_entropy_quantile=0.5, accelerator=of_one)
-    trainer.model = torch.nn.Linear(2, 2)
-    _head.check_fused(trainer)
-    split = SimpleNamespace(parameters=lambda: [type("DTensor", (), {})()])
+    of_fsdp2 = SimpleNamespace(num_processes=1, is_fsdp2=True)
+    sharded = SimpleNamespace(**vars(trainer) | {"is_fsdp_enabled": True, "accelerator": of_fsdp2})
+    assert _head.obstacle(trainer) is None and _head.obstacle(sharded) is None
     for name, value, message in (
         ("accelerator", SimpleNamespace(num_processes=2), "top_entropy_quantile must be 1 with several .*, got 0.5$"),
-        ("is_fsdp_enabled", True, r"fsdp must be off for head='fused', whose ranks .*, got \['full_shard'\]$"),
-        ("model", split, "fsdp must be off for head='fused'"),
+        ("is_fsdp_enabled", True, r"fsdp must have fsdp_version 2 for head='fused', .*, got \['full_shard'\]$"),
     ):
-        with pytest.raises(ValueError, match=message):
-            _head.check_fused(SimpleNamespace(**vars(trainer) | {name: value}))
-    monkeypatch.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(ValueError, match=r"deepspeed must not be ZeRO-3 for head='fused', .*, got 'zero3.json'$"):
-        _head.check_fused(trainer)
+        found = _head.obstacle(SimpleNamespace(**vars(trainer) | {name: value}))
+        assert found is not None and re.search(message, found)
 
 
 def test_a_forward_of_trl_that_scores_other_tokens() -> None:

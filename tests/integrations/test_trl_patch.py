@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")
@@ -143,20 +143,9 @@ def test_the_head(softcap: float | None, scale: float, temperature: float, outpu
     assert mixed[0].isfinite().all()
 
 
-def test_a_head_in_parts_is_left_to_trl(patched: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under ZeRO-3, where the head is partitioned."""
-    arguments = (torch.randn(7, 6), torch.randn(11, 6), None, torch.randint(0, 11, (7,)), 1.0, 4, None, 1.0, ())
-    asked = []
-    theirs = trl_patch._originals["_ChunkedLogProbFunction"]
-    monkeypatch.setattr(theirs, "apply", lambda *given: asked.append(given) or "theirs")
-    assert host._ChunkedLogProbFunction.apply(*arguments) != "theirs" and not asked
-    monkeypatch.setattr(trl_patch, "is_deepspeed_zero3_enabled", lambda: True)
-    assert host._ChunkedLogProbFunction.apply(*arguments) == "theirs" and asked == [arguments]
-
-
 def test_the_fused_loss_puts_back_what_it_replaces(patched: None) -> None:
     before = host._ChunkedLogProbFunction, host._use_triton
-    with pytest.raises(ZeroDivisionError), _head.head_calls(lambda head, outputs: 1 / 0):  # type: ignore[arg-type,return-value]
+    with pytest.raises(ZeroDivisionError), _head.head_calls(lambda head, outputs: 1 / 0, nn.Module()):  # type: ignore[arg-type,return-value]
         assert host._ChunkedLogProbFunction is not before[0]
         scored = torch.zeros(1, dtype=torch.long), 1.0, 1, None, 1.0, ("log_probs",)
         host._ChunkedLogProbFunction.apply(torch.ones(1, 2), torch.ones(3, 2), None, *scored)

@@ -105,8 +105,8 @@ def test_gradients_of_a_sharded_head_are_those_of_one_process(ranks: Ranks, case
             assert gathers == [("all_gather_into_tensor", part)] and len(scatters) == 1
 
 
-@pytest.mark.parametrize("kind", worker.SHARDS[1:])
-def test_the_trainer_learns_as_with_replicated_weights(ranks: Ranks, kind: str) -> None:
+@pytest.mark.parametrize("kind", [*worker.SHARDS[1:], *(("fused", kind) for kind in worker.SHARDS)], ids=str)
+def test_the_trainer_learns_as_with_replicated_weights(ranks: Ranks, kind: str | tuple[str, str]) -> None:
     for rank in ranks:
         kept = ("loss", "grad_norm", "entropy")
         of_kind, replicated = (

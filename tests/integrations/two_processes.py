@@ -149,16 +149,19 @@ def main() -> None:
     accelerate.PartialState(cpu=True)
     results: dict[Any, Any] = {name: logs(kind, changes, **more) for name, (kind, changes, more) in TRAINED.items()}
     results["rollouts"], results["segments"] = of_rollouts(2), of_segments(2)
-    patch_trl()
     # accelerate itself shards on a GPU only, and would wrap the model in DistributedDataParallel here
     prepare = accelerate.Accelerator.prepare_model
     accelerate.Accelerator.prepare_model = lambda self, lm, *rest, **options: (
         lm if isinstance(lm, FSDPModule) else prepare(self, lm, *rest, **options)
     )
+    changes = {"num_generations": 8, "beta": 0.0}
+    for kind in SHARDS:
+        options = {"model": model(kind), "reward_funcs": [tiny_trl.many_a], "head": "fused"}
+        results["fused", kind] = logs(FusedGRPOTrainer, changes, **options)
+    patch_trl()
     for kind, outputs, has_labels in itertools.product(SHARDS[1:], OUTPUTS, (True, False)):
         results[kind, outputs, has_labels] = differentiated(kind, outputs, has_labels)
     for kind in SHARDS:
-        changes = {"num_generations": 8, "beta": 0.0}
         results[kind] = logs(FusedGRPOTrainer, changes, model=model(kind), reward_funcs=[tiny_trl.many_a])
     try:
         of_verl(verls("torch"), dist.get_rank())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.groups import packed_bounds
+from grpo_kernels.ops.policy_loss.reference import PolicyInputs
 from tests.harness import runnable_backends
 from tests.ops.all_cases import OPS
 from tests.ops.promises import Inputs, assert_same_bits, drawn, run
@@ -68,13 +70,18 @@ def test_wrong_bounds_are_an_error(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize(("name", "backend"), [(name, backend) for name, backend in EACH if "linear" not in name])
 def test_tokens_after_the_last_row_count_nowhere_on_a_gpu(name: str, backend: str) -> None:
-    """Nothing looks at values there; on a CPU a mask that has them is an error, so the check is disabled."""
+    """Nothing looks at values there; on a CPU a mask that has them is an error, so the checks are disabled."""
+
+    def unchecked(*fields: Any) -> PolicyInputs:
+        return PolicyInputs(*fields[:-1])
+
     op, inputs = OPS[name], drawn(OPS[name], 1)
     bounds = inputs["cu_seqlens"].clone()
     bounds[-1] = bounds[-2]
     rest = torch.arange(len(inputs["mask"])) >= bounds[-1]
     results = []
-    with mock.patch("grpo_kernels.checks.no_token_left_out"):
+    of_kernel = mock.patch("grpo_kernels.ops.policy_loss.PolicyInputs", unchecked)
+    with mock.patch("grpo_kernels.checks.no_token_left_out"), of_kernel:
         for flags in (inputs["mask"] & ~rest, inputs["mask"] | rest):
             results.append(run(op, inputs | {"cu_seqlens": bounds, "mask": flags}, backend, op.working))
     assert rest.any()

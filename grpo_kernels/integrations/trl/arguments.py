@@ -56,9 +56,9 @@ def check_loss(loss: gk.LossConfig) -> None:
             )
 
 
-def check_choices(**chosen: str) -> None:
+def check_choices(**chosen: str | None) -> None:
     for name, choice in chosen.items():
-        if choice not in _CHOICES[name]:
+        if choice not in _CHOICES[name] and not (name == "head" and choice is None):
             raise checks.unknown("FusedGRPOTrainer", name, choice, _CHOICES[name])
 
 

@@ -13,11 +13,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 import trl.trainer.utils as host
-from torch import Tensor
+from torch import Tensor, nn
 
 import grpo_kernels as gk
+from grpo_kernels.integrations.sharded import dtype_of, gathered, kept
 from grpo_kernels.integrations.trl import adapters
 
 HEADS = ("logprobs", "fused")
@@ -47,9 +49,16 @@ class TokenInputs(NamedTuple):
     weights: Tensor | None = None  # in the place of the aggregation's mean
 
 
+class Never:
+    """Stands for DTensor in TRL's module of the fused head, so that TRL hands over a weight that FSDP2 shards.
+
+    TRL's full_tensor() would keep each rank's part of its own gradient, and lose those of the other ranks.
+    """
+
+
 @contextlib.contextmanager
-def head_calls(compute: HeadCall) -> Iterator[None]:
-    """Within this context a forward of TRL's ends in a call of `compute`."""
+def head_calls(compute: HeadCall, model: nn.Module) -> Iterator[None]:
+    """Within this context a forward of TRL's with this model ends in a call of `compute`."""
 
     class _Call:
         @staticmethod
@@ -64,14 +73,21 @@ def head_calls(compute: HeadCall) -> Iterator[None]:
             logit_scale: float,
             outputs: Sequence[str],
         ) -> tuple[Tensor | None, ...]:
-            weight = weight.to(hidden.dtype)
-            bias = None if bias is None else bias.to(hidden.dtype)
-            lora = adapters.current().adapter
-            lora = None if lora is None else adapters.of_dtype(lora, hidden.dtype)
-            lm_head = gk.LMHead(weight, bias, lora=lora, softcap=softcap, logit_scale=logit_scale)
-            return *compute(HeadInputs(hidden, lm_head, targets, temperature), outputs), None, None, None
+            dtype = dtype_of(hidden)
 
-    names = {"_ChunkedLogProbFunction": _Call, "_use_triton": lambda device: True}  # only the tokens that are scored
+            def whole(value: Any, dtype: torch.dtype | None = None) -> Any:
+                return gathered("FusedGRPOTrainer", value, model.modules(), hidden.device, dtype)
+
+            weight = kept(whole(weight, dtype)).to(dtype)
+            bias = None if bias is None else kept(whole(bias, dtype)).to(dtype)
+            lora = adapters.current().adapter
+            if lora is not None:
+                lora = adapters.of_dtype((whole(lora[0]), whole(lora[1]), lora[2]), dtype)
+            lm_head = gk.LMHead(weight, bias, lora=lora, softcap=softcap, logit_scale=logit_scale)
+            return *compute(HeadInputs(hidden.to(dtype), lm_head, targets, temperature), outputs), None, None, None
+
+    # only the tokens that are scored
+    names = {"_ChunkedLogProbFunction": _Call, "_use_triton": lambda device: True, "DTensor": Never}
     originals = {name: getattr(host, name) for name in names}
     for name, ours in names.items():
         setattr(host, name, ours)
@@ -149,25 +165,25 @@ def packed_policy_loss(head: HeadInputs, tokens: TokenInputs, scored: Tensor, **
     )
 
 
-def check_fused(trainer: Any) -> None:
-    """Refuses what the fused head cannot honour."""
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-    is_split = any(type(weight).__name__ == "DTensor" for weight in trainer.model.parameters())
+def obstacle(trainer: Any) -> str | None:
+    """What the fused head cannot honour: a setting, the rule that it breaks, and why."""
     several = trainer.accelerator.num_processes > 1
-    sharded = "whose ranks hold a part of the head outside of the forward; use head='logprobs'"
     rules = [
-        ("deepspeed", "must not be ZeRO-3", is_deepspeed_zero3_enabled(), sharded),  # type: ignore[no-untyped-call]
-        ("fsdp", "must be off", trainer.is_fsdp_enabled or is_split, sharded),
+        (
+            "fsdp",
+            "must have fsdp_version 2",
+            trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2,
+            "as the first has no head outside of its own forward",
+        ),
         ("torch_compile", "must be False", trainer.args.torch_compile, "as the loss is computed within the forward"),
         (
             "top_entropy_quantile",
             "must be 1 with several processes",
             several and trainer.top_entropy_quantile < 1,
-            "as the threshold needs the entropies of all before the loss of any; use head='logprobs'",
+            "as the threshold needs the entropies of all before the loss of any",
         ),
     ]
     for name, rule, is_broken, reason in rules:
         if is_broken:
-            value = getattr(trainer.args, name, None)
-            raise ValueError(f"FusedGRPOTrainer: {name} {rule} for head='fused', {reason}, got {value!r}")
+            return f"{name} {rule} for head='fused', {reason}, got {getattr(trainer.args, name, None)!r}"
+    return None

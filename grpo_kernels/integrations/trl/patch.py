@@ -14,8 +14,9 @@ from trl.kernels.chunked_logprob import _use_triton as uses_triton
 
 import grpo_kernels as gk
 from grpo_kernels.checks import boolean
-from grpo_kernels.integrations.sharded import dtype_of, gathered
+from grpo_kernels.integrations.sharded import dtype_of, gathered, kept
 from grpo_kernels.integrations.trl import adapters
+from grpo_kernels.integrations.trl.head import Never
 from grpo_kernels.integrations.trl.installed import refuse_other_trl
 
 _HEAD, _COMPACT, _SHARDED = "_ChunkedLogProbFunction", "_use_triton", "DTensor"
@@ -38,7 +39,7 @@ def patch_trl(head: bool = True, logprobs: bool = True) -> None:
     for name, wanted, ours in [
         (_HEAD, head, _Head),
         (_COMPACT, head, lambda device: True),  # compute only positions that count, on the CPU as well
-        (_SHARDED, head, _Never),
+        (_SHARDED, head, Never),
         ("selective_log_softmax", logprobs, selective_log_softmax),
         ("entropy_from_logits", logprobs, entropy_from_logits),
         ("selective_log_softmax_and_entropy", logprobs, selective_log_softmax_and_entropy),
@@ -66,13 +67,6 @@ def _replace(old: Any, new: Any, name: str) -> None:
             setattr(module, name, new)
 
 
-class _Never:
-    """Stands for DTensor, so that TRL hands over a sharded weight.
-
-    TRL's full_tensor() would keep each rank's part of its own gradient, and lose those of the other ranks.
-    """
-
-
 class _Head:
     """Replaces an autograd function, which is called by `apply`."""
 
@@ -89,13 +83,12 @@ class _Head:
         outputs: Sequence[str],
     ) -> tuple[Tensor | None, ...]:
         units, lora = adapters.current()
-        is_partitioned = is_deepspeed_zero3_enabled()  # type: ignore[no-untyped-call]
-        if lora is not None and is_partitioned:
+        if lora is not None and is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 "patch_trl: the LM head must have no adapter under ZeRO-3, got one; only its weight is here"
             )
         # a rank without targets takes part in the others' collectives, and in their dtype
-        dtype = None if is_partitioned else dtype_of(hidden)
+        dtype = dtype_of(hidden)
         weight, bias = (gathered("patch_trl", value, units, hidden.device, dtype) for value in (weight, bias))
         if lora is not None:
             lora = (*(gathered("patch_trl", factor, units, hidden.device) for factor in lora[:2]), lora[2])
@@ -107,15 +100,14 @@ class _Head:
             )
             return results
 
-        # under ZeRO-3 the head is gathered only here, and TRL gathers it again for its own backward
-        if is_partitioned or len(targets) == 0:
+        if len(targets) == 0:
             return of_trl(outputs)
         hidden = hidden.to(dtype)
         result = gk.linear_logprobs(
             hidden,
             gk.LMHead(
-                weight.to(dtype),
-                None if bias is None else bias.to(dtype),
+                kept(weight).to(dtype),
+                None if bias is None else kept(bias).to(dtype),
                 lora=None if lora is None else adapters.of_dtype(lora, hidden.dtype),
                 softcap=softcap,
                 logit_scale=logit_scale,

@@ -71,9 +71,11 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             Or a function with the arguments of gk.policy_loss, to be called in its place, for gk.variants
         segments: group tokens into segments that share an advantage; scale_rewards must be "none", because the config's
             `norm` scales
-        head: "logprobs" computes log-probs and then the loss; "fused" computes the loss from hidden states within the
-            forward, for the scored tokens alone, in three matrix products instead of four unless the loss is a function
-            or needs the current log-probs before its terms (off_policy_mask_threshold, top_entropy_quantile)
+        head: "fused" computes the loss from hidden states within the forward, for the scored tokens alone, in three
+            matrix products instead of four unless the loss is a function or needs the current log-probs before its
+            terms (off_policy_mask_threshold, top_entropy_quantile); "logprobs" computes log-probs and then the loss.
+            None means "fused", but "logprobs" with torch_compile, FSDP's version 1, or top_entropy_quantile in several
+            processes
         masked_rows: "leave_out" compares completions with those of their group that have a token in the loss; "vote"
             with all, as TRL does, also with those that mask_truncated_completions or a tool mask empties
         flat_groups: "keep", as TRL, or "leave_out": completions of prompts whose advantages are all 0 are not in the
@@ -99,7 +101,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         advantages: gk.AdvantageConfig | None = None,
         loss: gk.LossConfig | Callable[..., gk.PolicyLoss] | None = None,
         segments: gk.SegmentConfig | None = None,
-        head: str = "logprobs",
+        head: str | None = None,
         masked_rows: str = "leave_out",
         flat_groups: str = "keep",
         entropy_mean: str = "micro_batch",
@@ -149,7 +151,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.advantages, self.policy_term = advantages, loss if isinstance(loss, gk.LossConfig) else None
         self.loss_function = loss if callable(loss) else None
         self.similarity, self.embedder, self.segments, self.kernel_backend = similarity, embedder, segments, backend
-        self.head, self._head_call = head, functools.partial(fused_head.logprobs, backend=backend)
+        self._head_call = functools.partial(fused_head.logprobs, backend=backend)
         self.masked_rows, self.flat_groups, self.entropy_mean = masked_rows, flat_groups, entropy_mean
         self.rollouts = counting.Rollouts(self)
         self.threshold = None if segments is None else gk.SegmentThreshold(segments)
@@ -159,8 +161,10 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 "FusedGRPOTrainer: entropy_mean must be 'micro_batch' with top_entropy_quantile, as the tokens kept in "
                 f"other micro-batches are not known yet, got 'batch' with {self.top_entropy_quantile!r}"
             )
-        if head == "fused":
-            fused_head.check_fused(self)
+        obstacle = fused_head.obstacle(self)
+        if head == "fused" and obstacle is not None:
+            raise ValueError(f"FusedGRPOTrainer: {obstacle}; leave head out, or use 'logprobs'")
+        self.head = head or ("fused" if obstacle is None else "logprobs")
         check_settings(self)
         if segments is not None:
             check_segments(self)
@@ -366,15 +370,18 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                     result = fused_head.packed_policy_loss(head, self._token_inputs(inputs), scored, **options)
                     is_dealt = self.dealer is not None and self.model.training
                     results.append((result, fused_head.padded_tokens(result.metrics, scored) if is_dealt else None))
-                return results[-1][0].loss.expand(len(head.targets)), None  # the outputs must depend on the head
+                loss = results[-1][0].loss
+                return torch.nn.functional.pad(loss[None], (0, len(head.targets) - 1)), None
 
             scoring, self._head_call = self._head_call, compute
             try:
-                _, _, aux_loss = self._forward(model, inputs, with_aux_loss=self.aux_loss_enabled)
+                outputs, _, aux_loss = self._forward(model, inputs, with_aux_loss=self.aux_loss_enabled)
             finally:
                 self._head_call = scoring
             ((result, tokens),) = results
-            return _Measured(result, tokens, aux_loss)
+            # the first of these is the loss, the others are 0: the hooks of a model that ZeRO-3 partitions, or that
+            # DistributedDataParallel wraps, are those of its outputs
+            return _Measured(result._replace(loss=outputs.sum()), tokens, aux_loss)
         logprobs, entropy, aux_loss = self._forward(
             model, inputs, with_entropy=True, with_aux_loss=self.aux_loss_enabled
         )
@@ -439,7 +446,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """As TRL's, with our head if it is the fused one, and by length where many rows are only scored."""
         results: tuple[Tensor, Tensor | None, Tensor | None]
         call, tokens = super()._get_per_token_logps_and_entropies, (input_ids, attention_mask, logits_to_keep)
-        with fused_head.head_calls(self._head_call) if self.head == "fused" else contextlib.nullcontext():
+        with fused_head.head_calls(self._head_call, model) if self.head == "fused" else contextlib.nullcontext():
             if self.dealer is None or batch_size is None or any(value is not None for value in options.values()):
                 results = call(model, *tokens, batch_size, **options)
             else:

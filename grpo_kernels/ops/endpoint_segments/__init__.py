@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _OP = "endpoint_segments"
+_DEFAULT = SegmentConfig()
 _MASKS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)
 
 
@@ -125,7 +126,7 @@ def endpoint_segments(
         threshold used
     """
     if config is None:
-        config = threshold.config if isinstance(threshold, SegmentThreshold) else SegmentConfig()
+        config = threshold.config if isinstance(threshold, SegmentThreshold) else _DEFAULT
     settings = SegmentConfig.of(config, _OP)
     rewards, logprobs, old_logprobs, values = _tokens(rewards, logprobs, old_logprobs, values, cu_seqlens)
     device = rewards.device
@@ -146,8 +147,7 @@ def endpoint_segments(
         cu_seqlens,
         group_ids,
         tau,
-        settings.modes,
-        settings.coefficients,
+        settings.settings,
     )
     advantages, returns, endpoint_mask, segment_ids, num_segments = op.OP(chosen, inputs)
     return EndpointSegments(advantages, returns, endpoint_mask, segment_ids, num_segments, tau)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from grpo_kernels.checks import boolean, choices, finite, integer, unknown
-from grpo_kernels.plans import PlannedConfig
+from grpo_kernels.plans import PlannedConfig, planned
 
 # Names, and the codes that kernels know them by: their positions. csrc/endpoint_segments/scan.h repeats them for C++.
 RULES = ("bounded", "literal")
@@ -22,6 +22,7 @@ NORM_NONE, NORM_BATCH, NORM_PROMPT = range(len(NORMS))
 BAND = (0.05, 0.20)
 
 
+@planned
 class Plan(NamedTuple):
     """A SegmentConfig as the kernels read it: codes and the longest segment, then numbers."""
 
@@ -92,7 +93,7 @@ class SegmentConfig(PlannedConfig):
             gamma=self.gamma,
             lam=self.lam,
         )
-        self._set_plan(plan, "group_epsilon")
+        self._set_plan(plan)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from grpo_kernels.ops.endpoint_segments.config import (
     UNCORRELATED,
     Plan,
 )
+from grpo_kernels.plans import read
 
 _MOST_LOG_RATIO = 20.0
 
@@ -28,7 +29,7 @@ _MOST_LOG_RATIO = 20.0
 class SegmentInputs:
     """Checked arguments of endpoint_segments: one entry per token, all contiguous; `groups` are ids of rows.
 
-    `threshold` is a scalar. `modes` and `coefficients` are a SegmentConfig's.
+    `threshold` is a scalar. `settings` are a SegmentConfig's.
     """
 
     rewards: Tensor
@@ -39,14 +40,13 @@ class SegmentInputs:
     cu_seqlens: Tensor | None
     groups: Tensor | None
     threshold: Tensor
-    modes: list[int]
-    coefficients: list[float]
+    settings: list[float]
 
 
 def forward(inputs: SegmentInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Advantages, returns, endpoint mask and segment ids like the tokens, number of segments of each row."""
     rewards, values, groups = inputs.rewards, inputs.values, inputs.groups
-    rule, proxy, credit, norm, max_size, epsilon, gamma, lam = Plan(*inputs.modes, *inputs.coefficients)
+    rule, proxy, credit, norm, max_size, epsilon, gamma, lam = read(Plan, inputs.settings)
     tau = float(inputs.threshold)
     shape, rows = rewards.shape, _rows(rewards, inputs.cu_seqlens)
     flat = [t.reshape(-1).double().tolist() for t in (rewards, inputs.logprobs, inputs.old_logprobs)]

@@ -98,8 +98,7 @@ def group_advantages(
         lengths,
         baselines,
         settings.weight_list,
-        settings.modes,
-        settings.coefficients,
+        settings.settings,
     )
     return GroupAdvantages(*op.OP(chosen, inputs))
 

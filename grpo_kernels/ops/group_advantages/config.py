@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from grpo_kernels.checks import choices, config_or_name, finite, unknown
-from grpo_kernels.plans import PlannedConfig
+from grpo_kernels.plans import PlannedConfig, planned
 
 # Names, and the codes that kernels know them by: their positions. csrc/group_advantages/statistics.h repeats them.
 CENTERS = ("none", "mean", "leave_one_out", "length", "baseline", "runner_up")
@@ -25,6 +25,7 @@ GAINS = ("none", "nonzero")
 GAIN_NONE, GAIN_NONZERO = range(len(GAINS))
 
 
+@planned
 class Plan(NamedTuple):
     """An AdvantageConfig as the kernels read it: codes first, then numbers."""
 
@@ -193,7 +194,7 @@ class AdvantageConfig(PlannedConfig):
             clip=math.inf if self.clip is None else self.clip,
             whiten_eps=self.whiten_eps,
         )
-        self._set_plan(plan, "ddof")
+        self._set_plan(plan)
         object.__setattr__(self, "weight_list", list(self.reward_weights or ()))
 
     def _check_values(self) -> None:

@@ -27,14 +27,14 @@ from grpo_kernels.ops.group_advantages.config import (
     WHITEN_TOKENS,
     Plan,
 )
+from grpo_kernels.plans import read
 
 
 @op_inputs
 class GroupInputs:
     """Checked arguments of group_advantages: rewards [N] or [N, R], what belongs to a row [N], all contiguous.
 
-    Without `groups`, every `group_size` consecutive rows are a group. `modes` and `coefficients` are an
-    AdvantageConfig's.
+    Without `groups`, every `group_size` consecutive rows are a group. `settings` are an AdvantageConfig's.
     """
 
     rewards: Tensor
@@ -46,8 +46,7 @@ class GroupInputs:
     lengths: Tensor | None
     baselines: Tensor | None
     weights: list[float]
-    modes: list[int]
-    coefficients: list[float]
+    settings: list[float]
 
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # the fields of GroupAdvantages
@@ -62,7 +61,7 @@ def participants(inputs: GroupInputs) -> Tensor:
 
 def forward(inputs: GroupInputs) -> Results:
     """The op of rows that are a rollout each."""
-    plan = Plan(*inputs.modes, *inputs.coefficients)
+    plan = read(Plan, inputs.settings)
     rewards, subgroups, lengths, baselines = inputs.rewards, inputs.subgroups, inputs.lengths, inputs.baselines
     dtype = rewards.dtype
     if plan.scale == SCALE_LEAVE_ONE_OUT_STD:  # in float32 a difference of squares hides that the others are equal

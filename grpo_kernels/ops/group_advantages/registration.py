@@ -20,7 +20,7 @@ _RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 registry.define_compiled(
     "_group_advantages_cuda(Tensor rewards, Tensor? order, Tensor? starts, Tensor? parent, Tensor? parent_starts, "
     "int group_size, Tensor? subgroups, Tensor? valid, Tensor? lengths, Tensor? baselines, float[] weights, "
-    f"int[] modes, float[] coefficients) -> {_RESULTS}"
+    f"float[] settings) -> {_RESULTS}"
 )
 
 
@@ -46,8 +46,7 @@ def _cuda_of_rows(inputs: GroupInputs) -> Results:
         inputs.lengths,
         inputs.baselines,
         inputs.weights,
-        inputs.modes,
-        inputs.coefficients,
+        inputs.settings,
     )
     return cast(Results, results)
 

@@ -315,7 +315,7 @@ class Gradients:
             self.hidden.zero_()
         self.staged: Tensor | None = None
         self.waiting: list[Tokens] = []  # places of the tokens in `staged`
-        self.factors: list[Tensor] = []  # that their rows are to be multiplied by, if any
+        self.factors: list[tuple[Tensor, Tensor]] = []  # whose products their rows are to be multiplied by, if any
         self.count = 0
         if products.in_halves:
             chunk_tokens = len(products.tile)
@@ -350,13 +350,12 @@ class Gradients:
         by_logits, hidden = self.products.differentiate(chunk, upstream), chunk.hidden
         factors, selected = None, None
         if chunk.row_scale is not None and upstream.by_logprob is not None:
-            # a row that nothing depends on gets no gradient, whatever its logits are
-            factors = torch.where(upstream.by_logprob == 0, 0, chunk.row_scale * upstream.by_logprob)
+            factors = chunk.row_scale, upstream.by_logprob
         if self.looks:
             selected = tokens_with_grad(upstream.by_logprob, upstream.by_entropy, upstream.by_columns)
         if selected is not None and len(selected) <= _MAX_SHARE * len(hidden):
             by_logits, hidden = _moved_up(by_logits, selected), hidden[selected]
-            factors = None if factors is None else factors[selected]
+            factors = None if factors is None else (factors[0][selected], factors[1][selected])
             tokens = tokens[selected] if isinstance(tokens, Tensor) else selected + tokens.start
         if len(hidden) == 0:
             return
@@ -384,7 +383,11 @@ class Gradients:
             return
         tokens = _joined(self.waiting, self.staged.device)
         by_logits = self.staged[: self.count, : self.products.columns]
-        factors = torch.cat(self.factors) if self.factors else None
+        factors = None
+        if self.factors:
+            row_scale, by_logprob = (torch.cat(parts) for parts in zip(*self.factors, strict=True))
+            # a row that nothing depends on gets no gradient, whatever its logits are
+            factors = (row_scale * by_logprob).masked_fill_(by_logprob == 0, 0)
         self._multiply(by_logits, self.products.head.hidden[tokens], tokens, factors)
         self.waiting.clear()
         self.factors.clear()

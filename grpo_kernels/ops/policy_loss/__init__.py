@@ -15,6 +15,7 @@ from grpo_kernels.ops.policy_loss.arguments import (
     check_entropy,
     check_policy,
     check_units,
+    check_values,
     needs_entropy_gradient,
     participants,
 )
@@ -101,14 +102,20 @@ def policy_loss(
         is_weights=is_weights,
         weights=weights,
         normalizer=normalizer,
+        with_values=False,
     )
     entropy = layout.floats("entropy", entropy, detach=False)
     check_entropy(layout, config, entropy is not None)
     check_units(layout, config, policy, normalizer, entropy is not None)
     logprobs = layout.number(logprobs)
-    checks.log_probs(_OP, "logprobs", logprobs, policy.mask)
     chosen = backends.select(_OP, backend, layout.device.type, logprobs.dtype, op.SUPPORTS, layout.device.index)
-    return compute(layout, config, logprobs, entropy, policy, chosen)
+    if chosen != "cpu":
+        check_values(layout, policy, logprobs)
+    try:
+        return compute(layout, config, logprobs, entropy, policy, chosen, chosen == "cpu")
+    except RuntimeError:
+        check_values(layout, policy, logprobs)  # words what the kernel refused
+        raise
 
 
 def _at_terms(
@@ -136,9 +143,10 @@ def compute(
     entropy: Tensor | None,
     policy: Policy,
     backend: str,
+    checks_values: bool = False,
 ) -> PolicyLoss:
-    """The loss of checked arguments by an implementation."""
-    inputs = PolicyInputs(logprobs, entropy, policy, needs_entropy_gradient(entropy, config))
+    """The loss of checked arguments by an implementation; `checks_values` leaves the values to the CPU kernel."""
+    inputs = PolicyInputs(logprobs, entropy, policy, needs_entropy_gradient(entropy, config), checks_values)
     loss, metrics = op.apply(backend, inputs)
     by_row = policy.advantages.shape != layout.shape
     return PolicyLoss(loss, PolicyLossMetrics(metrics, config, by_row, entropy is not None))

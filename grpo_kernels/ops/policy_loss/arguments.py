@@ -16,6 +16,7 @@ from grpo_kernels.ops.policy_loss.reference import Policy
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _NUMBERS = checks.INTEGERS + checks.FLOATS
+_FLAGS = (torch.bool, *_NUMBERS)
 _COUNTED = ("tokens", "rows", "segments")
 # Divisor of the means of each aggregation; sums and local means do not read a normalizer.
 _UNITS = {
@@ -84,9 +85,11 @@ class Layout:
         return None if value is None else self.number(value, detach)
 
     def flags(self, name: str, value: Tensor | None) -> Tensor | None:
-        value = self.per_token(name, value, (torch.bool, *_NUMBERS))
-        if value is None or value.dtype != torch.bool:
-            return None if value is None else checks.flags(self.op, name, value)
+        value = self.per_token(name, value, _FLAGS)
+        if value is None:
+            return None
+        if value.dtype != torch.bool:
+            return checks.flags(self.op, name, value)
         # autograd saves masks, but none from inference mode, in which rollouts are often scored
         return value.clone() if not torch.compiler.is_compiling() and value.is_inference() else value
 
@@ -117,12 +120,14 @@ class Layout:
         checks.tensor(self.op, name, value, checks.FLOATS)
         checks.same_device(self.op, name, value, self.device)
         if value.shape != self.shape:
-            if tuple(value.shape) not in ((self.rows,), (self.rows, 1)):
+            is_column = value.shape == (self.rows, 1)
+            if not is_column and value.shape != (self.rows,):
                 raise ValueError(
                     f"{self.op}: {name} must have one value per row, {[self.rows]}, or per token, "
                     f"{list(self.shape)}, got {list(value.shape)}"
                 )
-            value = value.reshape(-1, 1) if self.is_ambiguous else value.reshape(-1)
+            if is_column and not self.is_ambiguous:
+                value = value.reshape(-1)
         checks.constant(self.op, name, value)
         return self.number(value, detach=True)
 
@@ -148,36 +153,38 @@ def check_policy(
     *,
     cu_seqlens: Tensor | None,
     normalizer: Normalizer | None,
+    with_values: bool = True,
     **tensors: Tensor | None,
 ) -> Policy:
     """Everything but log-probs and entropies, as the op takes it; each tensor as its field of Policy says."""
-    checked: dict[str, Any] = {}
-    for name, (check, may_be_none) in _CHECKED.items():
-        value = tensors[name]
-        checked[name] = None if value is None and may_be_none else check(layout, name, value)
+    checked: dict[str, Any] = {
+        name: None if tensors[name] is None and may_be_none else check(layout, name, tensors[name])
+        for name, (check, may_be_none) in _CHECKED.items()
+    }
     counts, normalizers = _normalizers(layout, config, normalizer)
     policy = Policy(
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.long().contiguous(),
         normalizers=normalizers,
         counts=counts,
-        modes=config.modes,
-        coefficients=config.coefficients,
+        settings=config.settings,
         **checked,
     )
     _check_required(layout, config, policy, normalizer)
-    _check_tokens(layout, policy)
+    if with_values:
+        check_values(layout, policy)
     return policy
 
 
-def _check_tokens(layout: Layout, policy: Policy) -> None:
+def check_values(layout: Layout, policy: Policy, logprobs: Tensor | None = None) -> None:
+    """Refuses on the CPU tokens of no row and what cannot be log-probs, as the CPU kernel does with checks_values."""
     if policy.cu_seqlens is not None and checks.is_readable(policy.cu_seqlens):
         valid = policy.mask
         if policy.segments is not None:
             is_inside = policy.segments >= 0
             valid = is_inside if valid is None else valid & is_inside
         checks.no_token_left_out(layout.op, policy.cu_seqlens, layout.shape[0], valid)
-    for name in ("old_logprobs", "ref_logprobs"):
-        value = getattr(policy, name)
+    named = {"old_logprobs": policy.old_logprobs, "ref_logprobs": policy.ref_logprobs, "logprobs": logprobs}
+    for name, value in named.items():
         if value is not None:
             checks.log_probs(layout.op, name, value, policy.mask)
 
@@ -247,7 +254,7 @@ def participants(
         if segments.shape == targets.shape:
             takes_part = takes_part & (segments >= 0)
     if mask is not None:
-        checks.shaped(op, "mask", mask, (torch.bool, *_NUMBERS), targets.device, targets.shape, name)
+        checks.shaped(op, "mask", mask, _FLAGS, targets.device, targets.shape, name)
         takes_part = takes_part & checks.flags(op, "mask", mask)
     if cu_seqlens is not None:
         checks.no_token_left_out(op, cu_seqlens, len(targets), takes_part)
@@ -295,40 +302,32 @@ def check_reads_reference(op: str, name: str, config: LossConfig) -> None:
 def _normalizers(
     layout: Layout, config: LossConfig, normalizer: Normalizer | None
 ) -> tuple[list[float], Tensor | None]:
-    """Counts of tokens, rows and segments: numbers, and a tensor if any count is one; NaN means to be counted."""
+    """Counts of tokens, rows and segments, and a tensor of those that are inf; NaN means to be counted."""
     op = layout.op
     if normalizer is None:
         return [math.nan] * len(_COUNTED), None
     if not isinstance(normalizer, Mapping):
         normalizer = {_unit(config): normalizer}
-    numbers: dict[str, float] = dict.fromkeys(_COUNTED, math.nan)
-    tensors: dict[str, Tensor] = {}
+    counts: dict[str, float | Tensor] = dict.fromkeys(_COUNTED, math.nan)
     for name, value in normalizer.items():
         if name not in _COUNTED:
             hint = checks.nearest(name, _COUNTED)
             raise ValueError(f"{op}: normalizer must be for one of {', '.join(_COUNTED)}, got {name!r}{hint}")
-        count = _check_count(layout, value)
-        if isinstance(count, Tensor):
-            tensors[name] = count
-        else:
-            numbers[name] = count
-    if not tensors:
-        return list(numbers.values()), None
-    unknown = torch.full((), math.nan, dtype=torch.float64, device=layout.device)
-    return list(numbers.values()), torch.stack([tensors.get(name, unknown) for name in _COUNTED])
+        counts[name] = _check_count(layout, value)
+    tensors = [count for count in counts.values() if isinstance(count, Tensor)]
+    numbers = [math.inf if isinstance(count, Tensor) else count for count in counts.values()]
+    return numbers, torch.cat(tensors) if len(tensors) > 1 else next(iter(tensors), None)
 
 
 def _check_count(layout: Layout, value: float | Tensor) -> float | Tensor:
-    """A divisor, as a float or a float64 scalar on the device."""
+    """A divisor, as a float or a float64 [1] on the device."""
     op = layout.op
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{op}: normalizer must have one element, got shape {list(value.shape)}")
         checks.same_device(op, "normalizer", value, layout.device)  # a copy from the host would wait
         checks.constant(op, "normalizer", value)
-        count = value.detach().double().reshape(())
-        # a count from elsewhere can be 0, which counts as 1, as in TRL
-        return torch.where(count > 0, count, 1.0)
+        return value.detach().double().reshape(1)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{op}: normalizer must be a positive number, got {value!r}")
     return float(value)

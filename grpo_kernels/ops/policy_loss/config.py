@@ -116,7 +116,7 @@ class LossConfig(PlannedConfig):
         self._check_names()
         self._check_numbers()
         self._check_combinations()
-        self._set_plan(self._plan(), "low")
+        self._set_plan(self._plan())
 
     @property
     def couples_tokens(self) -> bool:

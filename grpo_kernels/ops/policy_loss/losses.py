@@ -16,12 +16,14 @@ from torch import Tensor
 
 from grpo_kernels.groups import TokenRows
 from grpo_kernels.ops.policy_loss.reference.rows import Terms, Tokens
+from grpo_kernels.plans import planned
 
 RATIOS = ("token", "sequence", "sequence_token", "segment", "segment_mean")  # kernels know them by their positions
 TOKEN, SEQUENCE, SEQUENCE_TOKEN, SEGMENT, SEGMENT_MEAN = range(len(RATIOS))
 _VALUES = ("token", "sequence", "segment", "segment_mean")  # what a ratio may be where only its value is read
 
 
+@planned
 class Plan(NamedTuple):
     """A LossConfig as the kernels read it: codes and flags first, then numbers, with infinity for absent bounds."""
 

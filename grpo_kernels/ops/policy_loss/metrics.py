@@ -25,15 +25,15 @@ class PolicyLossMetrics:
     """
 
     names = METRICS
+    distillation: Any = None
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    _on_host: dict[str, float] | None = None
 
     def __init__(self, tensor: Tensor, config: LossConfig, advantages_by_row: bool, has_entropy: bool) -> None:
         self.tensor = tensor
         self._config, self._by_row, self._has_entropy = config, advantages_by_row, has_entropy
-        self._on_host: dict[str, float] | None = None
-        self.distillation: Any = None
-        self.logprobs: Tensor | None = None
-        self.entropy: Tensor | None = None
-        self.sum_pi_squared: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in METRICS:

@@ -21,15 +21,15 @@ from grpo_kernels.ops.policy_loss.reference.metrics import METRICS
 
 _WIDE = (torch.float32, torch.float64)
 SUPPORTS = {"cuda": _WIDE, "cpu": _WIDE, "reference": _WIDE}
-_RESULTS = "(Tensor, Tensor, Tensor, Tensor)"
+_RESULTS = "(Tensor, Tensor, Tensor)"  # loss, metrics, and the gradients by log-probs and entropies, if any
 _LAYOUT = registry.Layout(PolicyInputs)
 
 
-def _fake(inputs: PolicyInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    logprobs, tokens = inputs.logprobs, inputs.logprobs.numel()
+def _fake(inputs: PolicyInputs) -> tuple[Tensor, Tensor, Tensor]:
+    logprobs = inputs.logprobs
     metrics = logprobs.new_empty(len(METRICS), dtype=torch.float64)
-    by_entropy = logprobs.new_empty(tokens if inputs.needs_entropy_gradient else 0)
-    return logprobs.new_empty(()), metrics, logprobs.new_empty(tokens), by_entropy
+    gradients = logprobs.new_empty((2, *logprobs.shape) if inputs.needs_entropy_gradient else logprobs.shape)
+    return logprobs.new_empty(()), metrics, gradients
 
 
 registry.define_compiled(
@@ -60,12 +60,11 @@ FORWARD = registry.TorchOp(
 )
 
 
-def _forward(backend: str, inputs: PolicyInputs) -> tuple[Tensor, ...]:
+def _forward(backend: str, inputs: PolicyInputs) -> Any:
     """The op. Eager calls of the CUDA kernel do without it: its way through torch to Python takes 10 us."""
-    is_eager = type(inputs.logprobs) is Tensor and not torch.compiler.is_compiling()
-    if backend == "cuda" and is_eager:
+    if backend == "cuda" and type(inputs.logprobs) is Tensor and not torch.compiler.is_compiling():
         return _cuda(inputs)
-    return cast(tuple[Tensor, ...], FORWARD(backend, inputs))
+    return FORWARD(backend, inputs)
 
 
 class _PolicyLoss(torch.autograd.Function):
@@ -75,22 +74,21 @@ class _PolicyLoss(torch.autograd.Function):
     def forward(
         ctx: Any, logprobs: Tensor, entropy: Tensor | None, inputs: PolicyInputs, backend: str
     ) -> tuple[Tensor, Tensor]:
-        loss, metrics, *gradients = _forward(backend, inputs)
+        loss, metrics, gradients = _forward(backend, inputs)
         ctx.mark_non_differentiable(metrics)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*gradients)
-        ctx.shape, ctx.needs_entropy_gradient = logprobs.shape, inputs.needs_entropy_gradient
+        ctx.save_for_backward(gradients)
+        ctx.needs_entropy_gradient = inputs.needs_entropy_gradient
         return loss, metrics
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         by_logprob = by_entropy = None
         if upstream is not None:
-            gradients = ctx.saved_tensors
-            if ctx.needs_input_grad[0]:
-                by_logprob = scaled("policy_loss", gradients[0], upstream).view(ctx.shape)
+            (gradients,) = ctx.saved_tensors
+            by_logprob = scaled("policy_loss", gradients, upstream)
             if ctx.needs_entropy_gradient:
-                by_entropy = scaled("policy_loss", gradients[1], upstream).view(ctx.shape)
+                by_logprob, by_entropy = by_logprob
         return by_logprob, by_entropy, None, None
 
 
@@ -98,14 +96,21 @@ def apply(backend: str, inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
     """Loss and metrics. The loss has a gradient by log-probs and entropy."""
     if backend == "reference":
         return cast(tuple[Tensor, Tensor], FORWARD(backend, inputs))
-    results = _PolicyLoss.apply(inputs.logprobs, inputs.entropy, inputs, backend)  # type: ignore[no-untyped-call]
-    return cast(tuple[Tensor, Tensor], results)
+    logprobs, entropy = inputs.logprobs, inputs.entropy
+    has_leaf = logprobs.requires_grad or (entropy is not None and entropy.requires_grad)
+    if has_leaf and torch.is_grad_enabled():
+        loss, metrics = _PolicyLoss.apply(logprobs, entropy, inputs, backend)  # type: ignore[no-untyped-call]
+    else:
+        loss, metrics, _ = _forward(backend, inputs)
+    return loss, metrics
 
 
 def apply_with_gradients(backend: str, inputs: PolicyInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss, metrics, and the gradients by log-probs and entropy, flat; for callers that are not traced."""
     if backend != "reference":
-        return cast(tuple[Tensor, Tensor, Tensor, Tensor], _forward(backend, inputs))
+        loss, metrics, gradients = _forward(backend, inputs)
+        by_logprob, *by_entropy = gradients.view(1 + inputs.needs_entropy_gradient, -1)
+        return loss, metrics, by_logprob, by_entropy[0] if by_entropy else by_logprob.new_empty(0)
     with torch.enable_grad():
         logprobs, entropy = inputs.logprobs.detach().requires_grad_(), inputs.entropy
         leaves = [logprobs]
@@ -155,14 +160,10 @@ SCALE = registry.TorchOp(
 def scaled(op: str, gradient: Tensor, upstream: Tensor) -> Tensor:
     """The gradient of a forward pass times the upstream gradient of the loss.
 
-    Most trainers call loss.backward(), whose upstream gradient is 1. On the CPU it costs nothing to see that. The
-    caller gets a copy, as it may change its gradient before another backward. Under tracing there is no value to see.
-    With create_graph=True the product can be differentiated by the upstream gradient, and by nothing else.
+    The caller gets a copy, as it may change its gradient before another backward. With create_graph=True the product
+    can be differentiated by the upstream gradient, and by nothing else.
     """
-    gradient = registry.first_derivative(op, gradient)
-    if _is_real(gradient, upstream) and upstream.device.type == "cpu" and upstream.item() == 1:
-        return gradient.clone()
-    return gradient * upstream.to(gradient.dtype)
+    return registry.first_derivative(op, gradient) * upstream
 
 
 def scaled_in_place(op: str, backend: str, gradient: Tensor, upstream: Tensor) -> Tensor:

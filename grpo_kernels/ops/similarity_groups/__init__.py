@@ -73,7 +73,7 @@ def similarity_groups(
     mask = check_valid(_OP, valid, vectors)
     layout = check_layout(_OP, groups, vectors, num_groups, max_size, MAX_ROWS)
     chosen = backends.select(_OP, backend, vectors.device.type, vectors.dtype, op.SUPPORTS, vectors.device.index)
-    inputs = Grouping(Responses(vectors, *layout, mask), settings.modes, settings.coefficients)
+    inputs = Grouping(Responses(vectors, *layout, mask), settings.settings)
     return SimilarityGroups(*op.GROUPS(chosen, inputs))
 
 
@@ -99,7 +99,7 @@ def cluster_distances(
         op.OF_DISTANCES,
         distances.device.index,
     )
-    inputs = Distances(distances, settings.modes, settings.coefficients)
+    inputs = Distances(distances, settings.settings)
     labels, count, score, best_k, verdict = op.CLUSTERS(chosen, inputs)
     first = torch.arange(labels.shape[0], device=labels.device)[:, None] * labels.shape[1]
     status = (labels < 0).to(torch.uint8) * int(RowStatus.MASKED)

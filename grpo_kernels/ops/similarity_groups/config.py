@@ -7,7 +7,7 @@ import enum
 from typing import ClassVar, NamedTuple
 
 from grpo_kernels.checks import choices, config_or_name, finite, integer, unknown
-from grpo_kernels.plans import PlannedConfig
+from grpo_kernels.plans import PlannedConfig, planned
 
 # Names, and the codes that kernels know them by: their positions. csrc/similarity_groups/rules.h repeats them for C++.
 LINKAGES = ("single", "complete", "average", "ward")
@@ -37,6 +37,7 @@ class RowStatus(enum.IntFlag):
     ZERO_VECTOR = 4  # or its squared norm is below 1e-30; in use, at distance 1 from all others
 
 
+@planned
 class Plan(NamedTuple):
     """A SimilarityConfig as the kernels read it: codes and bounds of k first, then numbers."""
 
@@ -94,7 +95,7 @@ class SimilarityConfig(PlannedConfig):
             distance_floor=self.distance_floor,
             different_at=self.different_at,
         )
-        self._set_plan(plan, "min_silhouette")
+        self._set_plan(plan)
 
     def _check(self) -> None:
         where = "SimilarityConfig"

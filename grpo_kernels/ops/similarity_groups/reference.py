@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.similarity_groups.config import AVERAGE, COMPLETE, SINGLE, WARD, Plan, RowStatus, Verdict
+from grpo_kernels.plans import read
 
 _LEAST_NORM = 1e-30  # squared; below, float32 loses digits
 
@@ -27,11 +28,10 @@ class Responses:
 
 @op_inputs
 class Grouping:
-    """Responses to cluster; `modes` and `coefficients` are a SimilarityConfig's."""
+    """Responses to cluster; `settings` are a SimilarityConfig's."""
 
     responses: Responses
-    modes: list[int]
-    coefficients: list[float]
+    settings: list[float]
 
 
 @op_inputs
@@ -39,8 +39,7 @@ class Distances:
     """Distances [P, K, K] to cluster."""
 
     distances: Tensor
-    modes: list[int]
-    coefficients: list[float]
+    settings: list[float]
 
 
 @op_inputs
@@ -62,7 +61,7 @@ class Labelled:
 def forward(inputs: Grouping) -> tuple[Tensor, ...]:
     responses = inputs.responses
     distances, status = pairwise_cosine(responses)
-    of_prompts, *results = cluster_distances(Distances(distances, inputs.modes, inputs.coefficients))
+    of_prompts, *results = cluster_distances(Distances(distances, inputs.settings))
     labels = status.new_full(status.shape, -1, dtype=torch.int32)
     ids = status.new_full(status.shape, -1, dtype=torch.int64)
     for p, (first, rows) in enumerate(_prompts(responses)):
@@ -104,7 +103,7 @@ def cluster_distances(inputs: Distances) -> tuple[Tensor, ...]:
     groups, best_k = (labels.new_zeros(prompts) for _ in range(2))
     silhouettes = distances.new_zeros(prompts)
     verdicts = labels.new_zeros(prompts, dtype=torch.uint8)
-    plan = Plan(*inputs.modes, *inputs.coefficients)
+    plan = read(Plan, inputs.settings)
     for p in range(prompts):
         places, d = _present(distances[p])
         merges, _ = _link(d, plan.linkage)

@@ -23,8 +23,7 @@ registry.define_compiled(
     f"Tensor? valid) -> {_TWO}"
 )
 registry.define_compiled(
-    "_cluster_distances_cuda(Tensor distances, Tensor? order, Tensor? offsets, int rows, int[] modes, "
-    f"float[] coefficients) -> {_SIX}"
+    f"_cluster_distances_cuda(Tensor distances, Tensor? order, Tensor? offsets, int rows, float[] settings) -> {_SIX}"
 )
 registry.define_compiled(f"_agglomerate_cuda(Tensor distances, int linkage) -> {_TWO}")
 registry.define_compiled(f"_silhouette_cuda(Tensor distances, Tensor labels) -> {_TWO}")
@@ -78,20 +77,17 @@ def _cuda_groups(
     num_groups: int,
     size: int,
     valid: Tensor | None,
-    modes: list[int],
-    coefficients: list[float],
+    settings: list[float],
 ) -> tuple[Tensor, ...]:
     """Launches twice: for the distances, and for the groups."""
     distances, status = registry.ops._pairwise_cosine_cuda(embeddings, order, offsets, num_groups, size, valid)
-    results = registry.ops._cluster_distances_cuda(distances, order, offsets, len(embeddings), modes, coefficients)
+    results = registry.ops._cluster_distances_cuda(distances, order, offsets, len(embeddings), settings)
     return (*results, status)
 
 
-def _cuda_clusters(distances: Tensor, modes: list[int], coefficients: list[float]) -> tuple[Tensor, ...]:
+def _cuda_clusters(distances: Tensor, settings: list[float]) -> tuple[Tensor, ...]:
     prompts, size = distances.shape[:2]
-    labels, _, *results = registry.ops._cluster_distances_cuda(
-        distances, None, None, prompts * size, modes, coefficients
-    )
+    labels, _, *results = registry.ops._cluster_distances_cuda(distances, None, None, prompts * size, settings)
     return (labels.view(prompts, size), *results)
 
 

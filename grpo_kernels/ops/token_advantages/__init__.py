@@ -92,7 +92,7 @@ def token_advantages(
         checks.no_token_left_out(_OP, cu_seqlens, len(rewards), mask)
         cu_seqlens = cu_seqlens.long().contiguous()
     chosen = backends.select(_OP, backend, rewards.device.type, dtype, op.SUPPORTS, rewards.device.index)
-    inputs = TokenRewards(rewards, values, mask, cu_seqlens, turns, settings.modes, settings.coefficients)
+    inputs = TokenRewards(rewards, values, mask, cu_seqlens, turns, settings.settings)
     if rollouts is None:
         return TokenAdvantages(*op.OP(chosen, inputs))
     joined = JoinedRows(_OP, rollouts, rewards, cu_seqlens)

@@ -6,13 +6,14 @@ import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
 from grpo_kernels.checks import boolean, choices, config_or_name, finite, unknown
-from grpo_kernels.plans import PlannedConfig
+from grpo_kernels.plans import PlannedConfig, planned
 
 # Names, and the codes that kernels know them by: their positions. csrc/token_advantages/terms.h repeats them for C++.
 WHITENS = ("none", "tokens")
 WHITEN_NONE, WHITEN_TOKENS = range(len(WHITENS))
 
 
+@planned
 class Plan(NamedTuple):
     """A TokenAdvantageConfig as the kernels read it: codes first, then numbers."""
 
@@ -84,7 +85,7 @@ class TokenAdvantageConfig(PlannedConfig):
             lam=self.lam,
             whiten_eps=self.whiten_eps,
         )
-        self._set_plan(plan, "gamma")
+        self._set_plan(plan)
 
     @property
     def needs_values(self) -> bool:

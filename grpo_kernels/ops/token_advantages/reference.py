@@ -8,13 +8,14 @@ from torch import Tensor
 from grpo_kernels.groups import packed_bounds
 from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.token_advantages.config import WHITEN_TOKENS, Plan
+from grpo_kernels.plans import read
 
 
 @op_inputs
 class TokenRewards:
     """Checked arguments of token_advantages: one entry per token, all contiguous.
 
-    `modes` and `coefficients` are a TokenAdvantageConfig's.
+    `settings` are a TokenAdvantageConfig's.
     """
 
     rewards: Tensor
@@ -22,13 +23,12 @@ class TokenRewards:
     mask: Tensor
     cu_seqlens: Tensor | None
     turns: Tensor | None
-    modes: list[int]
-    coefficients: list[float]
+    settings: list[float]
 
 
 def forward(inputs: TokenRewards) -> tuple[Tensor, Tensor]:
     """Advantages and returns, in the shape of rewards."""
-    plan = Plan(*inputs.modes, *inputs.coefficients)
+    plan = read(Plan, inputs.settings)
     rewards, values, mask, cu_seqlens, turns = (
         inputs.rewards,
         inputs.values,

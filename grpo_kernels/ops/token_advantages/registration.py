@@ -12,6 +12,7 @@ from grpo_kernels.groups import packed_bounds
 from grpo_kernels.ops.token_advantages import reference
 from grpo_kernels.ops.token_advantages.config import WHITEN_TOKENS, Plan
 from grpo_kernels.ops.token_advantages.reference import TokenRewards
+from grpo_kernels.plans import read
 
 _FLOATS = (torch.float32, torch.float64)
 SUPPORTS = {"triton": _FLOATS, "cpu": _FLOATS, "reference": _FLOATS}
@@ -30,11 +31,10 @@ def _triton(
     mask: Tensor,
     cu_seqlens: Tensor | None,
     turns: Tensor | None,
-    modes: list[int],
-    coefficients: list[float],
+    settings: list[float],
 ) -> tuple[Tensor, Tensor]:
     """Checks the bounds of packed rows; the rest are the kernel's launches."""
-    plan = Plan(*modes, *coefficients)
+    plan = read(Plan, settings)
     bounds = None if cu_seqlens is None else packed_bounds("token_advantages", cu_seqlens, rewards.numel())
     numbers = bool(plan.carry_rewards), plan.gamma, plan.lam, plan.whiten_eps
     results = _kernel(rewards, values, mask, bounds, turns, plan.whiten == WHITEN_TOKENS, *numbers)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_conformance.batch import Batch
+from grpo_conformance.batch import Batch, NotOffered
 from grpo_conformance.run import LACKS, METHODS
 
 BUILT_IN = {  # by name: the module beside this file, and the class in it
@@ -23,7 +23,13 @@ BUILT_IN = {  # by name: the module beside this file, and the class in it
     "verl": ("verl", "Verl"),
     "fused_verl": ("verl", "FusedVerl"),
 }
-ESTIMATORS = {"mean": "dr_grpo", "mean-std": "grpo", "leave-one-out": "rloo"}  # of grpo_kernels
+ESTIMATORS = {  # of grpo_kernels
+    "mean": "dr_grpo",
+    "mean-std": "grpo",
+    "leave-one-out": "rloo",
+    "leave-one-out-std": "nemo-grpo",
+    None: "grpo",
+}
 
 
 class AdapterError(Exception):
@@ -63,11 +69,24 @@ def in_groups(batch: Batch) -> tuple[Tensor, int]:
     return batch.groups.argsort(stable=True), int((batch.groups == batch.groups[0]).sum())
 
 
+def where(function: Any) -> str:
+    """File and line of an installed function, from its package on."""
+    code = inspect.unwrap(function).__code__
+    return f"{code.co_filename.rpartition('site-packages/')[2]}:{code.co_firstlineno}"
+
+
 def loss_fields(batch: Batch) -> dict[str, Any]:
     """Fields of a LossConfig, without those that the batch leaves to the trainer's default."""
     fields: dict[str, Any] = {"clip_low": batch.clip, "clip_high": batch.clip, "entropy_coef": batch.entropy_coef}
-    fields |= {"kl": "k3", "kl_coef": batch.kl_coef} if batch.kl_coef else {"kl": "none"}
+    fields |= {"kl": batch.kl or "k3", "kl_coef": batch.kl_coef} if batch.kl_coef else {"kl": "none"}
     return fields | ({"aggregation": batch.aggregation} if batch.aggregation else {})
+
+
+def refuse(batch: Batch, *names: str) -> None:
+    """Raises NotOffered if the batch asks for one of these terms of the loss."""
+    for name in names:
+        if getattr(batch, name):
+            raise NotOffered(f"no {name}")
 
 
 def loss_tokens(batch: Batch) -> dict[str, Any]:

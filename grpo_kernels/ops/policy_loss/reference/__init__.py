@@ -16,6 +16,7 @@ from grpo_kernels.ops.policy_loss.losses import SEGMENT_MEAN, SEQUENCE, SEQUENCE
 from grpo_kernels.ops.policy_loss.reference.aggregation import Shares
 from grpo_kernels.ops.policy_loss.reference.metrics import METRICS, measure
 from grpo_kernels.ops.policy_loss.reference.rows import Terms, Tokens, Weights
+from grpo_kernels.plans import read
 
 
 @op_inputs
@@ -24,8 +25,8 @@ class Policy:
 
     Tensors share one dtype, are contiguous and have no gradient. Those with one entry per token come first. The strings
     name what the tensors hold, by which arguments.py checks them.
-    `counts` and `normalizers` are [3], for tokens, rows and segments; NaN where the batch is to be counted. `modes` and
-    `coefficients` are the plan of a LossConfig.
+    `counts` are for tokens, rows and segments: NaN where the batch is to be counted, inf for the next of `normalizers`.
+    `settings` are the plan of a LossConfig.
     """
 
     old_logprobs: Annotated[Tensor | None, "numbers"]
@@ -39,23 +40,26 @@ class Policy:
     cu_seqlens: Tensor | None
     normalizers: Tensor | None
     counts: list[float]
-    modes: list[int]
-    coefficients: list[float]
+    settings: list[float]
 
 
 @op_inputs
 class PolicyInputs:
-    """Checked arguments of policy_loss; the gradient by the entropy is that of the bonus."""
+    """Checked arguments of policy_loss; the gradient by the entropy is that of the bonus.
+
+    `checks_values` lets the CPU kernel refuse values, which otherwise were checked.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None
     policy: Policy
     needs_entropy_gradient: bool
+    checks_values: bool = False
 
 
 def forward(inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
     logprobs, policy = inputs.logprobs, inputs.policy
-    plan = Plan(*policy.modes, *policy.coefficients)
+    plan = read(Plan, policy.settings)
     rows = TokenRows("policy_loss", logprobs.shape, policy.cu_seqlens, logprobs.device)
     mask, segments = policy.mask, policy.segments
     valid = torch.ones(logprobs.numel(), dtype=torch.bool, device=logprobs.device) if mask is None else mask.reshape(-1)

@@ -61,8 +61,9 @@ class Shares:
     def _divisor(self, unit: int, counted: Tensor) -> Tensor:
         """The number of units in the normalizer, or counted here."""
         number = self.counts[unit]
-        here = counted.clamp(min=1) if math.isnan(number) else counted.new_full((), number)
-        if self.normalizers is None:
-            return here
-        known = self.normalizers[unit]
-        return torch.where(known.isnan(), here, known)
+        if math.isnan(number):
+            return counted.clamp(min=1)
+        if self.normalizers is None or number != math.inf:
+            return counted.new_full((), number)
+        known = self.normalizers[self.counts[:unit].count(math.inf)]
+        return torch.where(known > 0, known, 1.0)  # a count from elsewhere can be 0, which counts as 1, as in TRL
