@@ -49,7 +49,8 @@ class Chunk(NamedTuple):
     little is left of it: the logits have -inf there.
 
     Attributes:
-        columns: those kept apart, different from each other for a token, [tokens, k]; the padding column is none, or
+        ids: those kept apart, negative for none
+        columns: of these here, different from each other for a token, [tokens, k]; the padding column is none, or
             one of another rank
         raw: their logits, in float64
         row_scale: where the place of the gradient has exponentials of the logits, which times this and the gradient by
@@ -61,6 +62,7 @@ class Chunk(NamedTuple):
     targets: Tensor
     row_temperature: Tensor | None
     measured: Measurements
+    ids: Tensor | None = None
     columns: Tensor | None = None
     raw: Tensor | None = None
     row_scale: Tensor | None = None
@@ -200,7 +202,7 @@ class Products:
             measured, raw = self.shard.combine_rest(measured, raw, columns, ids, targets)
         elif self.shard is not None:
             measured = self.shard.combine(measured, targets)
-        return Chunk(hidden, logits, targets, row_temperature, measured, columns, raw)
+        return Chunk(hidden, logits, targets, row_temperature, measured, ids, columns, raw)
 
     def _rows(self, logits: Tensor, targets: Tensor, row_temperature: Tensor | None) -> LogitRows:
         return LogitRows(logits[None], targets[None], _one_row(row_temperature), *self.head.scaling)

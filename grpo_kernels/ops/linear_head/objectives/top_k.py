@@ -31,15 +31,11 @@ class TopK:
         self.divergence, self.mass = torch.zeros_like(teacher.shares), torch.zeros_like(teacher.shares)
 
     def before(self, tokens: Tokens) -> Tensor:
-        if self.other is not None:
-            self.other.before(tokens)
-        return self._apart(tokens)
-
-    def _apart(self, tokens: Tokens) -> Tensor:
         """The teacher's ids, and last the target unless it is one of them."""
         ids = self.teacher.of_ids[0][tokens]
         if self.other is None:
             return ids
+        self.other.before(tokens)
         targets = self.targets[tokens][:, None]
         is_wrong = (targets < 0) & (targets != IGNORED)
         targets = torch.where(is_wrong, NO_COLUMN, targets)
@@ -53,7 +49,7 @@ class TopK:
         whole, others = None, rest
         if self.other is not None:
             columns = self.products.columns if self.products.shard is None else NO_COLUMN
-            whole = _whole(scaled, chunk, self._apart(tokens), self.targets[tokens], columns)
+            whole = _whole(scaled, chunk, self.targets[tokens], columns)
             upstream = self.other.read(chunk._replace(measured=whole.measured), tokens, upstream)
             others = torch.logaddexp(rest, scaled[:, -1])  # of all columns but the ids
         values, mass, by_others, by_scaled = self._terms(others, scaled, tokens)
@@ -151,10 +147,11 @@ class _Whole(NamedTuple):
         return by_scaled, by_rest, (of_entropy * share).to(by_entropy.dtype)
 
 
-def _whole(scaled: Tensor, chunk: Chunk, apart: Tensor, targets: Tensor, columns: int) -> _Whole:
+def _whole(scaled: Tensor, chunk: Chunk, targets: Tensor, columns: int) -> _Whole:
     """From the ids kept apart, of which the last is a target, and what was measured of the rest."""
+    assert chunk.ids is not None
     _, entropy_of_rest, squares, rest = chunk.measured
-    place = (apart == targets[:, None]).int().argmax(1, keepdim=True)
+    place = (chunk.ids == targets[:, None]).int().argmax(1, keepdim=True)
     of_target = scaled.gather(1, place)[:, 0]
     others = torch.logaddexp(divergence.logsumexp(scaled.scatter(1, place, -torch.inf)), rest)
     total = torch.logaddexp(others, of_target)
