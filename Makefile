@@ -6,7 +6,7 @@
 #   make test-ops          test the CPU kernels alone, without the peers, into PYTHON's own packages
 #   make test-floor        test wheels of every build mode and every Triton kernel with the oldest torch and Triton
 #   make test-floor-quick  run the part of it that CI runs
-#   make test-engine       test the trainer, TRL and verl with vLLM on the CPU; twenty minutes
+#   make test-engine       test the trainer, TRL and verl with vLLM, and Megatron-core, on the CPU; under half an hour
 #   make test-processors   run the tests as other processors add up, and on two threads; half an hour
 #   make soak              kill runs, break their surroundings, fuzz the ops, look for leaks; at most an hour and a half
 #   make nightly           run everything slower than .ci/run: test-all, floor, engine, processors, soak, bench, results
@@ -45,6 +45,10 @@ ENGINE_BIN := $(ENGINE)/bin
 ENGINE_PIP := $(ENGINE_BIN)/python -m pip --disable-pip-version-check --quiet
 ENGINE_PIP_FLAGS ?=
 
+# Megatron-core, whose versions with an output processor need Python 3.12, and verl, whose Megatron engine calls it.
+MEGATRON := .venv-megatron
+MEGATRON_BIN := $(MEGATRON)/bin
+
 DIST := .venv-dist
 DOCS := .venv-docs
 
@@ -77,8 +81,9 @@ test-floor-quick: $(VENV)/built $(FLOOR)/packages
 	$(FLOOR_BIN)/python tools/aot_compile.py --allow-spills --target sm_90
 	bash tools/check_wheels.sh quick
 
-# The extension is that of .venv, which has the same Python and torch.
-test-engine: $(VENV)/built $(ENGINE)/packages
+# The extension is that of .venv, which has the same Python and torch; the kernels are for every Python.
+test-engine: $(VENV)/built $(ENGINE)/packages $(MEGATRON)/packages
+	PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(MEGATRON_BIN)/python -m pytest --confcutdir=tests/megatron tests/megatron
 	PYTHONPATH="$(CURDIR):$(CURDIR)/python" OMP_NUM_THREADS=1 $(ENGINE_BIN)/python -m pytest --confcutdir=tests/engine tests/engine
 
 # Sums of float32 have another order there, and on two threads, which tests have without workers.
@@ -169,7 +174,7 @@ gpu-check:
 	$(PYTHON) -m tools.gpu_check
 
 clean:
-	rm -rf $(VENV) $(FLOOR) $(ENGINE) $(DIST) $(DOCS) build dist site *.egg-info grpo_kernels/*.so
+	rm -rf $(VENV) $(FLOOR) $(ENGINE) $(MEGATRON) $(DIST) $(DOCS) build dist site *.egg-info grpo_kernels/*.so
 
 # Everything except the compiled kernels. torch is installed first and alone, so that no other package chooses its version.
 # The loader of the kernels hub, beside which transformers behaves differently, and Liger are in folders for their tests.
@@ -198,6 +203,12 @@ $(ENGINE)/packages: $(LOCK) pyproject.toml
 		-e '.[trl,verl,trainer,lora,similarity,text,ray]'
 	DS_BUILD_OPS=0 $(ENGINE_PIP) install -c $(LOCK) --no-build-isolation deepspeed
 	$(ENGINE_PIP) uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(MEGATRON)/packages: $(LOCK) pyproject.toml
+	$(FLOOR_PYTHON) -m venv $(MEGATRON)
+	$(MEGATRON_BIN)/python -m pip install --quiet $(NEW_PIP)
+	$(MEGATRON_BIN)/python -m pip install --quiet -c $(LOCK) torch==2.13.0 triton==3.7.1 --group megatron
 	touch $@
 
 $(FLOOR)/packages: $(LOCK) pyproject.toml

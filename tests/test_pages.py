@@ -257,6 +257,20 @@ def test_names_of_the_trainers_exist() -> None:
                 assert {keyword.arg for keyword in node.keywords} <= accepted, ast.unparse(node)
 
 
+@pytest.mark.parametrize("page", ["integrations/hidden_states.md", "integrations/megatron.md"])
+def test_code_for_other_trainers_parses_and_names_ours(page: str) -> None:
+    """It runs in those trainers alone; what it imports and calls of ours must exist."""
+    blocks = re.findall(r"```python\n(.*?)```", read(page), re.DOTALL)
+    assert len(blocks) > 1
+    for block in blocks:
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, name.name) for name in node.names), block
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "gk":
+                assert hasattr(gk, node.attr), block
+
+
 def test_who_may_use_what_names_tests() -> None:
     root = Path(__file__).parent
     named = re.findall(r"`(\w+/\w+\.py)::(test_\w+)`", (root.parent / "docs" / "README.md").read_text())

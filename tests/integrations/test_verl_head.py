@@ -125,6 +125,36 @@ def stepped(
     return Result(**found, gradients=gradients_of(module))
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_sums_of_squares_are_those_of_the_logits(packed: bool) -> None:
+    found: dict[bool, dict[str, Tensor]] = {}
+    patch_verl(grpo=False, loss=False, correction=False)
+    for fused in (False, True):
+        module = model()
+        monkey_patch.patch_forward_with_backends(module, use_fused_kernels=fused, fused_kernels_backend="torch")
+        batch = micro_batch(fused, packed, 0.7, LENGTHS)
+        tiny_verl.tensordict_utils.assign_non_tensor(batch, calculate_sum_pi_squared=True)
+
+        def loss(model_output: dict[str, Tensor], fused: bool = fused, **_: Any) -> tuple[Tensor, dict[str, Any]]:
+            found[fused] = {name: value.values().detach() for name, value in model_output.items()}
+            return found[fused]["log_probs"].sum(), {}
+
+        Engine(module).forward_step(batch, loss, False)
+        restore_forwards()
+    assert found[True].keys() == found[False].keys() > {"sum_pi_squared"}
+    for name in ("entropy", "sum_pi_squared"):
+        torch.testing.assert_close(found[True][name], found[False][name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_that_is_not_ours_has_no_sums_of_squares() -> None:
+    patch_verl(grpo=False, loss=False, correction=False)
+    module, batch = model(), micro_batch(True, True, 0.7, LENGTHS)
+    _head._THEIR_PATCH(module, use_fused_kernels=True, fused_kernels_backend="torch")
+    tiny_verl.tensordict_utils.assign_non_tensor(batch, calculate_sum_pi_squared=True)
+    with pytest.raises(NotImplementedError, match="calculate_sum_pi_squared=True is not supported"):
+        Engine(module).forward_step(batch, lambda **_: None, False)
+
+
 def by_logits(module: Any, **options: Any) -> Result:
     """The same step through the logits, by the forward that the class of the model had at first."""
     restore_forwards()

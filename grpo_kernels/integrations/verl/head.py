@@ -21,6 +21,7 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
 import grpo_kernels as gk
 from grpo_kernels import checks
 from grpo_kernels.integrations.sharded import dtype_of, gathered
+from grpo_kernels.integrations.verl import squares
 
 BACKEND = "grpo_kernels"  # value of fused_kernel_options.impl_backend
 _WHERE = f"impl_backend={BACKEND!r}"
@@ -74,15 +75,17 @@ class FusedLinearForPPO(_THEIR_HEAD):  # type: ignore[misc]
             gathered(_WHERE, value, options.units, hidden_states.device, dtype)
             for value in (vocab_weights, options.bias)
         )
-        logprobs, entropy, _ = gk.linear_logprobs(
+        logprobs, entropy, sums = gk.linear_logprobs(
             hidden_states,
             gk.LMHead(weight, bias, softcap=options.softcap, logit_scale=options.logit_scale),
             input_ids,
             temperature=temperature,
             return_entropy=True,
+            return_sum_pi_squared=squares.are_wanted(),
             chunk_size=self._rows_per_chunk,
         )
         assert entropy is not None
+        squares.put(sums)
         return logprobs, entropy
 
 

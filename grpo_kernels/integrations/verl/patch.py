@@ -12,7 +12,7 @@ import torch
 from verl.trainer.ppo import core_algos
 
 from grpo_kernels.checks import boolean
-from grpo_kernels.integrations.verl import advantages, checkpoints, queue, sessions
+from grpo_kernels.integrations.verl import advantages, checkpoints, queue, sessions, squares
 from grpo_kernels.integrations.verl import head as fused_head
 from grpo_kernels.integrations.verl import loss as loss_side
 from grpo_kernels.integrations.verl.correction import rollout_correction
@@ -30,6 +30,7 @@ _OF_TOKENS = {
     },
 }
 _CORRECTION = "compute_rollout_correction_and_add_to_batch"
+_PROCESSOR, _FUSED = "fused_output_processor", "fused_forward_model_engine"
 _ADVANTAGE, _OF_SESSIONS, _LOSS = "compute_advantage", "compute_advantage_for_multi_trajectories", "ppo_loss"
 # name -> (verl's function, ours)
 _replaced: dict[str, tuple[Any, Any]] = {}
@@ -50,8 +51,8 @@ def patch_verl(grpo: bool = True, loss: bool = True, correction: bool = True, he
             checkpoints
         loss: replace ppo_loss by fused_ppo_loss
         correction: compute the weights, rejections and metrics of algorithm.rollout_correction with our kernel
-        head: with use_fused_kernels, compute log-probs and entropies by linear_logprobs whatever impl_backend is; a
-            model keeps the head that it was built with
+        head: with use_fused_kernels, compute log-probs, entropies and calculate_sum_pi_squared by linear_logprobs
+            whatever impl_backend is, in the FSDP and Megatron engines; a model keeps the head that it was built with
     """
     boolean("patch_verl", grpo=grpo, loss=loss, correction=correction, head=head)
     if grpo:
@@ -80,6 +81,12 @@ def patch_verl(grpo: bool = True, loss: bool = True, correction: bool = True, he
         _replace(rollout_corr_helper, _CORRECTION, rollout_correction)
     if head:
         fused_head.replaced["backends"] = True
+        from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+        _wrap(FSDPEngineWithLMHead, "forward_step", squares.of_fsdp_step)
+        _wrap(FSDPEngineWithLMHead, "prepare_model_outputs", squares.of_fsdp_outputs)
+        if importlib.util.find_spec("megatron") is not None:
+            _replace_megatron()
 
 
 def unpatch_verl() -> None:
@@ -93,6 +100,17 @@ def unpatch_verl() -> None:
     fused_head.replaced["backends"] = False
     loss_side.originals.clear()
     advantages.thresholds.clear()
+
+
+def _replace_megatron() -> None:
+    from verl.models.mcore import model_forward_fused
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+    from grpo_kernels.integrations.verl import megatron
+
+    _replace(model_forward_fused, _PROCESSOR, megatron.fused_output_processor)
+    _replace(model_forward_fused, _FUSED, megatron.with_squares(getattr(model_forward_fused, _FUSED)))
+    _wrap(MegatronEngineWithLMHead, "forward_step", squares.of_megatron_step)
 
 
 def _replace(module: Any, name: str, ours: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import checks
-from grpo_kernels.ops.linear_head.head import Head, LMHead, Shard, head_of
+from grpo_kernels.ops.linear_head.head import NO_COLUMN, Head, LMHead, Shard, head_of
 from grpo_kernels.ops.token_logprobs.arguments import check_scaling, check_targets
 
 FLAGS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)
@@ -60,13 +60,17 @@ def check_reference(
         lm_head = dataclasses.replace(own, weight=ref_head, bias=None, lora=None)
     else:
         lm_head = LMHead.of(op, "ref_head", ref_head)
-    if lm_head.weight.shape[:1] != head.weight.shape[:1] or lm_head.vocab_start != own.vocab_start:
-        want, got = (_columns(each) for each in (own, lm_head))
+    if not has_same_columns(lm_head, own):
+        want, got = columns_text(own), columns_text(lm_head)
         raise ValueError(f"{op}: ref_head must have the columns of head, {want}, got {got}")
     return check_other_head(op, ("ref_hidden", "ref_head"), head, shape, ref_hidden, lm_head)
 
 
-def _columns(head: LMHead) -> str:
+def has_same_columns(head: LMHead, other: LMHead) -> bool:
+    return len(head.weight) == len(other.weight) and head.vocab_start == other.vocab_start
+
+
+def columns_text(head: LMHead) -> str:
     start = "" if head.vocab_start is None else f" from {head.vocab_start}"
     return f"{len(head.weight)}{start}"
 
@@ -124,10 +128,24 @@ def check_chunk_size(op: str, chunk_size: object) -> int | None:
 
 def check_shard(op: str, lm_head: LMHead, head: Head, backend: str) -> Shard | None:
     """This rank's columns, or None if it holds all of them; then targets must be among them."""
-    if lm_head.vocab_start is None:
+    shard = shard_of(op, lm_head)
+    if shard is None:
         check_targets(op, head.targets, len(head.weight), backend)
+    return shard
+
+
+def shard_of(op: str, lm_head: LMHead) -> Shard | None:
+    if lm_head.vocab_start is None:
         return None
-    return Shard(op, lm_head.process_group, lm_head.vocab_start, len(head.weight))
+    return Shard(op, lm_head.process_group, lm_head.vocab_start, len(lm_head.weight))
+
+
+def ids_of(lm_head: LMHead) -> tuple[int, str]:
+    """How many ids there are, of which a rank of a split vocabulary knows no end, and the rule for one."""
+    if lm_head.vocab_start is not None:
+        return NO_COLUMN, "be at least 0"
+    columns = len(lm_head.weight)
+    return columns, f"be in [0, {columns})"
 
 
 def check_banned(op: str, head: Head) -> None:

@@ -9,9 +9,16 @@ from torch import Tensor
 
 from grpo_kernels import backends, checks
 from grpo_kernels.ops.linear_head import divergence
-from grpo_kernels.ops.linear_head.arguments import FLAGS, TOKENS, check_chunk_size, check_head, check_weight_grad
+from grpo_kernels.ops.linear_head.arguments import (
+    FLAGS,
+    TOKENS,
+    check_chunk_size,
+    check_head,
+    check_weight_grad,
+    shard_of,
+)
 from grpo_kernels.ops.linear_head.autograd import may_precompute, precomputed, recomputed
-from grpo_kernels.ops.linear_head.head import LMHead
+from grpo_kernels.ops.linear_head.head import LMHead, Shard
 from grpo_kernels.ops.linear_head.loop import SUPPORTS, Call, Plan
 from grpo_kernels.ops.linear_head.teacher import DistillationLoss, Teacher, check_teacher, check_whole_teacher
 from grpo_kernels.ops.token_logprobs.config import IGNORED
@@ -38,7 +45,9 @@ def linear_distillation_loss(
 
     Args:
         hidden: [..., H], one row per token (shift first); bfloat16, float16, float32, float64 on the CPU
-        head: the student's LMHead, or its weight [V, H]; not split over ranks
+        head: the student's LMHead, or its weight [V, H]. If its columns are split over ranks, those of a teacher's head
+            must be split alike, a teacher's ids may be of any rank, and all ranks get the same loss: one all-reduce per
+            chunk forward (two with a teacher's hidden states, but for "forward_kl"), and those of linear_policy_loss
         teacher: ids and log-probs [..., k], or hidden states [..., H'] and a head, and which divergence
         mask: [...], tokens that take part beside teacher.mask; None means all
         temperature: of the student, as in linear_logprobs, and of a teacher's head. A teacher's log-probs should be of
@@ -52,11 +61,6 @@ def linear_distillation_loss(
     """
     hidden = checks.tensor(_OP, "hidden", checks.local(_OP, "hidden", hidden), checks.FLOATS)
     lm_head, shape = LMHead.of(_OP, "head", head), hidden.shape[:-1]
-    if lm_head.vocab_start is not None:
-        raise ValueError(
-            f"{_OP}: head.vocab_start must be None, as a teacher's ids may be columns of any rank, got "
-            f"{lm_head.vocab_start}"
-        )
     targets = torch.zeros(shape, dtype=torch.long, device=hidden.device)
     inputs = check_head(_OP, hidden, lm_head, targets, temperature)
     size = check_chunk_size(_OP, chunk_size)
@@ -70,16 +74,21 @@ def linear_distillation_loss(
         checks.shaped(_OP, "mask", mask, FLAGS, device, shape, TOKENS)
         takes_part = checks.flags(_OP, "mask", mask).reshape(-1)
     if isinstance(teacher, Teacher) and teacher.hidden is not None:
-        inputs, its_head, whole = check_whole_teacher(_OP, teacher, shape, takes_part, inputs)
+        inputs, its_head, whole = check_whole_teacher(_OP, teacher, shape, takes_part, inputs, lm_head)
         call = Call(inputs, teacher=whole, other=its_head)
     else:
-        call = Call(inputs, teacher=check_teacher(_OP, teacher, shape, takes_part, inputs))
-    loss, *of_tokens = distill(chosen, call, size, weight_grad, (_OP, "", ""))
+        call = Call(inputs, teacher=check_teacher(_OP, teacher, shape, takes_part, inputs, lm_head))
+    loss, *of_tokens = distill(chosen, call, size, weight_grad, shard_of(_OP, lm_head), (_OP, "", ""))
     return DistillationLoss(loss, *(value.view(shape) for value in of_tokens))
 
 
 def distill(
-    backend: str, call: Call, chunk_size: int | None, into: Tensor | None, once: tuple[str, str, str]
+    backend: str,
+    call: Call,
+    chunk_size: int | None,
+    into: Tensor | None,
+    shard: Shard | None,
+    once: tuple[str, str, str],
 ) -> DistillationLoss:
     """The loss, which has a gradient by the head's factors, and what was measured of each token.
 
@@ -89,13 +98,16 @@ def distill(
     """
     head, teacher = call.head, call.teacher
     assert teacher is not None
-    if backend == "reference":
+    if backend == "reference" and shard is None:  # it has no shards; a chunk of it does
         return DistillationLoss(*divergence.forward(head, teacher, call.other))
     head = dataclasses.replace(head, targets=torch.where(teacher.shares == 0, IGNORED, 0))
-    plan = Plan(chunk_tokens=chunk_size or 0, product_tokens=chunk_size or 0)
+    size = chunk_size or 0
+    if size == 0 and shard is not None:
+        size = shard.tokens_per_chunk(len(head.targets), head.weight)
+    plan = Plan(chunk_tokens=size, product_tokens=chunk_size or 0)
     call = dataclasses.replace(call, head=head, plan=plan)
     if may_precompute(head.hidden) and torch.is_grad_enabled() and any(head.needs_grad):
-        results = precomputed(backend, call, into, None, once)
+        results = precomputed(backend, call, into, shard, once)
     else:
-        results = recomputed(backend, call, None, once[0])
+        results = recomputed(backend, call, shard, once[0])
     return DistillationLoss(results["loss"], results["divergence"], results["mass"])

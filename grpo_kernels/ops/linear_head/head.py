@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 # Fields of Head with a gradient, which come first.
 FACTORS = ("hidden", "weight", "bias", "lora_a", "lora_b")
+NO_COLUMN = 2**62  # an id that no rank has
 _NOT_HERE = 1.0  # marks a target of another rank; a log-prob is at most 0
 _WHERE = "LMHead"
+_OWNED = "must be columns of exactly one rank each"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -283,6 +285,34 @@ class Measurements(NamedTuple):
             if values.shape[0] > 0:
                 values[tokens] = of_tokens.to(values.dtype)
 
+    @property
+    def wanted(self) -> list[Tensor]:
+        """Entropies and sums of squares, as far as they are."""
+        return [values for values in (self.entropy, self.sum_pi_squared) if len(values) > 0]
+
+    def over_ranks(
+        self, logprobs: Tensor, normalizers: Tensor, wanted: list[Tensor], is_ignored: Tensor
+    ) -> Measurements:
+        """These over the columns of all ranks, of which each has its log-sum-exps and what is wanted, [ranks, N]."""
+        total = normalizers.logsumexp(0)
+        has_any = normalizers != -torch.inf
+        share = torch.where(has_any, torch.exp(normalizers - total), 0)
+
+        def finish(value: Tensor) -> Tensor:
+            return torch.where(is_ignored, 0, value).to(self.logprobs.dtype)
+
+        entropy, squares = self.entropy, self.sum_pi_squared
+        if len(squares) > 0:
+            squares = finish(torch.where(share == 0, 0, share * share * wanted[-1]).sum(0))
+        if len(entropy) > 0:
+            entropy = finish(torch.where(share == 0, 0, share * (wanted[0] + (total - normalizers))).sum(0))
+        return Measurements(finish(logprobs), entropy, squares, torch.where(is_ignored, 0, total))
+
+
+def columns_of(ids: Tensor, columns: int) -> Tensor:
+    """Ids as columns, of which the padding column after the last stands for all others."""
+    return torch.where((ids >= 0) & (ids < columns), ids, columns)
+
 
 class Shard(NamedTuple):
     """The columns `start`, `start` + 1, ... of the vocabulary, `columns` many, that this rank of a group holds."""
@@ -294,14 +324,12 @@ class Shard(NamedTuple):
 
     def part(self, head: Head) -> Head:
         """The head whose targets and banned ids are columns here; those of other ranks are the padding column."""
-        banned = None if head.banned is None else self._columns(head.banned).sort().values
-        return dataclasses.replace(head, targets=self._columns(head.targets), banned=banned)
+        banned = None if head.banned is None else self.local(head.banned).sort().values
+        return dataclasses.replace(head, targets=self.local(head.targets), banned=banned)
 
-    def _columns(self, ids: Tensor) -> Tensor:
-        """Ids as columns here; that of another rank is the padding column after the last."""
-        column = ids - self.start
-        is_here = (column >= 0) & (column < self.columns)
-        return torch.where(ids == IGNORED, IGNORED, torch.where(is_here, column, self.columns))
+    def local(self, ids: Tensor) -> Tensor:
+        """Ids as columns here; that of another rank, or of none, is the padding column after the last."""
+        return torch.where(ids == IGNORED, IGNORED, columns_of(ids - self.start, self.columns))
 
     def tokens_per_chunk(self, tokens: int, like: Tensor) -> int:
         """By the largest part of any rank, as all must take part in the same all-reduces.
@@ -313,40 +341,63 @@ class Shard(NamedTuple):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return tokens_per_chunk(tokens, int(largest), like.device.type, like.dtype)
 
-    def combine(self, results: Measurements, local: Tensor) -> Measurements:
+    def of_all_ranks(self, numbers: list[Tensor], of_owners: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
+        """Numbers of tokens as each rank has them, [ranks, N], and those that one rank has, [N, k], in one all-reduce.
+
+        The former have a slot per rank in it, so that all ranks get the same bits. The latter are 0 on other ranks.
+        """
+        own = torch.stack([values.double() for values in numbers])
+        once = own.new_zeros(own.shape[1], 0) if of_owners is None else of_owners.double()
+        ranks = dist.get_world_size(self.group)
+        sent = own.new_zeros(ranks * own.numel() + once.numel())
+        slots, owned = sent[: ranks * own.numel()].view(ranks, *own.shape), sent[ranks * own.numel() :]
+        slots[dist.get_rank(self.group)] = own
+        owned.copy_(once.flatten())
+        dist.all_reduce(sent, group=self.group)
+        return list(slots.unbind(1)), owned.view(once.shape)
+
+    def combine(self, results: Measurements, local: Tensor, ids: Tensor | None = None) -> Measurements:
         """Measurements over the columns of all ranks, in one all-reduce.
 
-        The reduced tensor has a slot per rank, so that all ranks get the same bits.
+        `ids` tells how many ids of a support a token has here, and how many it should have on all ranks, [2, N].
         """
-        logprobs, entropy, squares, normalizer = results
         is_ignored = local == IGNORED
         is_here = ~is_ignored & (local < self.columns)
-        own = [normalizer, torch.where(is_here, logprobs, _NOT_HERE)]
-        own += [values for values in (entropy, squares) if len(values) > 0]
-        slots = normalizer.new_zeros(dist.get_world_size(self.group), len(own), len(normalizer))
-        torch.stack([values.to(slots.dtype) for values in own], out=slots[dist.get_rank(self.group)])
-        dist.all_reduce(slots, group=self.group)
-        normalizers, candidates, *more = slots.unbind(1)
+        own = [results.normalizer, torch.where(is_here, results.logprobs, _NOT_HERE), *results.wanted]
+        (normalizers, candidates, *more), _ = self.of_all_ranks(own if ids is None else [*own, ids[0]])
         is_owner = candidates != _NOT_HERE
-        owners = is_owner.sum(0)
-        if logprobs.device.type == "cpu" and not bool(((owners == 1) | is_ignored).all()):
-            raise RuntimeError(f"{self.op}: targets must be columns of exactly one rank each, or -100")
-        total = normalizers.logsumexp(0)
+        has_owner = self._has_owner(f"targets {_OWNED}, or {IGNORED}", is_owner.sum(0), 1, is_ignored)
+        if ids is not None:
+            rule = f"support.token_ids {_OWNED}"
+            has_owner = has_owner & self._has_owner(rule, more.pop().sum(0), ids[1], is_ignored)
         of_owner = torch.where(is_owner, normalizers, 0).sum(0)
         # not the difference of two large numbers: exact where the target is nearly certain
         others = torch.where(is_owner, 0, torch.exp(normalizers - of_owner)).sum(0)
         of_target = torch.where(is_owner, candidates, 0).sum(0) - torch.log1p(others)
-        of_target = torch.where(owners == 1, of_target, torch.nan)
-        share = torch.exp(normalizers - total)
+        of_target = torch.where(has_owner, of_target, torch.nan)
+        return results.over_ranks(of_target, normalizers, more, is_ignored)
 
-        def finish(value: Tensor) -> Tensor:
-            return torch.where(is_ignored, 0, value).to(logprobs.dtype)
+    def combine_rest(
+        self, rest: Measurements, raw: Tensor, columns: Tensor, ids: Tensor, targets: Tensor
+    ) -> tuple[Measurements, Tensor]:
+        """Measurements of the rest over the columns of all ranks, and the logits kept apart, in one all-reduce.
 
-        if len(squares) > 0:
-            squares = finish((share * share * more.pop()).sum(0))
-        if len(entropy) > 0:
-            entropy = finish(torch.where(share == 0, 0, share * (more.pop() + (total - normalizers))).sum(0))
-        return Measurements(finish(of_target), entropy, squares, torch.where(is_ignored, 0, total))
+        `ids` are those of the columns here, [tokens, k], negative for none.
+        """
+        is_here, is_ignored = columns < self.columns, targets == IGNORED
+        own = [rest.normalizer, is_here.sum(1), *rest.wanted]
+        (normalizers, counts, *more), raw = self.of_all_ranks(own, torch.where(is_here, raw, 0))
+        rule = f"teacher.ids and targets {_OWNED}"
+        has_owner = self._has_owner(rule, counts.sum(0), (ids >= 0).sum(1), is_ignored)
+        raw = torch.where(ids < 0, -torch.inf, torch.where(has_owner[:, None], raw, torch.nan))
+        return rest.over_ranks(rest.logprobs, normalizers, more, is_ignored), raw
+
+    def _has_owner(self, rule: str, owners: Tensor, expected: Tensor | int, is_ignored: Tensor) -> Tensor:
+        """Whether each token's ids are columns of one rank each. On a CPU it is an error if not."""
+        has_owner = owners == expected
+        if owners.device.type == "cpu" and not bool((has_owner | is_ignored).all()):
+            raise RuntimeError(f"{self.op}: {rule}")
+        return has_owner
 
     def complete(self, gradients: tuple[Tensor, ...], needs: list[bool]) -> None:
         """Adds up the gradients of factors that are whole on every rank, of which each rank has a part.

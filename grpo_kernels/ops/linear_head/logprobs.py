@@ -15,6 +15,7 @@ from grpo_kernels.ops.linear_head.arguments import (
     check_head,
     check_positions,
     check_shard,
+    shard_of,
 )
 from grpo_kernels.ops.linear_head.autograd import recomputed
 from grpo_kernels.ops.linear_head.head import Head, LMHead, Shard, Want
@@ -58,8 +59,7 @@ def linear_logprobs(
         support: token ids that sampling kept, as integers (token_ids [E], offsets [N + 1]): token i of the N flattened
             targets keeps token_ids[offsets[i]:offsets[i + 1]]. The distribution is that over these ids alone. Only
             their columns are multiplied, and only their rows of the weight get a gradient. A target that is not kept is
-            an error, on a GPU when the stream reaches it. chunk_size, and lora and vocab_start of the head, must be
-            None
+            an error, on a GPU when the stream reaches it. chunk_size and the head's lora must be None
         chunk_size: tokens whose logits are in memory at a time, and of a product for the gradients; None means chosen
             from the shapes
         backend: "kernel" or "reference"; None means the kernel where there is one
@@ -88,8 +88,8 @@ def linear_logprobs(
         return _shaped(measured, lambda value: value.view(shape))
     check_support_alone(_OP, lm_head, chunk_size=chunk_size)
     inputs = inputs if at is None else inputs.only(at)
-    entries = check_support(_OP, support, inputs)
-    measured = over_support(chosen, inputs, entries, want, None)
+    entries = check_support(_OP, support, inputs, lm_head)
+    measured = over_support(chosen, inputs, entries, want, None, shard_of(_OP, lm_head))
     return _shaped(measured, lambda value: value[at] if is_picked else value.view(shape))
 
 
@@ -98,13 +98,15 @@ def _shaped(measured: TokenLogprobs, shape: Callable[[Tensor], Tensor]) -> Token
     return TokenLogprobs(shape(logprobs), *(None if value is None else shape(value) for value in more))
 
 
-def over_support(backend: str, head: Head, entries: Entries, want: Want, into: Tensor | None) -> TokenLogprobs:
+def over_support(
+    backend: str, head: Head, entries: Entries, want: Want, into: Tensor | None, shard: Shard | None
+) -> TokenLogprobs:
     """Those of all tokens over the ids that sampling kept; `into` takes the gradient of the weight."""
-    logprobs, entropy = sampled_support.apply(backend, head, entries, want.entropy, into)
+    logprobs, entropy = sampled_support.apply(backend, head, entries, want.entropy, into, shard)
     squares = None
     if want.sum_pi_squared:
         with torch.no_grad():
-            halved, _ = sampled_support.apply(backend, head.at_half_temperature(), entries, False, None)
+            halved, _ = sampled_support.apply(backend, head.at_half_temperature(), entries, False, None, shard)
             squares = (2 * logprobs - halved).exp().clamp(max=1)  # of a target, and so of any id
             squares = torch.where(head.targets == IGNORED, 0, squares)
     return TokenLogprobs(logprobs, entropy if want.entropy else None, squares)

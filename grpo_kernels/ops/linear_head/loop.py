@@ -133,7 +133,9 @@ def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | Non
     before = 0 if plan.without_grad is None else plan.without_grad.shape[0]
     size = plan.chunk_tokens or tokens_per_chunk(total, head.weight.shape[0], device.type, head.weight.dtype)
     has_padding = shard is not None or (call.teacher is not None and call.teacher.ids is not None)
-    products = Products(backend, head, min(size, max(total, before)), has_padding, shard if call.policy else None)
+    # log-probs alone, and two heads' logits, are combined by their objective
+    of_chunk = shard if call.policy is not None or (call.teacher is not None and call.teacher.ids is not None) else None
+    products = Products(backend, head, min(size, max(total, before)), has_padding, of_chunk)
     policy = None
     if call.policy is not None:
         policy = PolicyLossObjective(products, call.policy, call.other, call.want)
@@ -149,8 +151,8 @@ def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | Non
     takes_exponentials = products.has_exponentials and reads_logprobs
 
     def measure(tokens: Tokens, of: Objective, exponentials: Tensor | None = None) -> Chunk:
-        columns = of.before(tokens)  # which may use the memory of the logits
-        return products.measure(tokens, call.want, columns, call.known, exponentials)
+        ids = of.before(tokens)  # which may use the memory of the logits
+        return products.measure(tokens, call.want, ids, call.known, exponentials)
 
     with torch.autocast(device.type, enabled=False):
         for part in chunks(before, size):
@@ -178,9 +180,9 @@ def run(backend: str, call: Call, into: Tensor | None = None, shard: Shard | Non
 def _objective(products: Products, call: Call, policy: Objective | None, shard: Shard | None) -> Objective:
     if call.teacher is not None and call.teacher.ids is None:
         assert call.other is not None and policy is None
-        return WholeTeacherObjective(products, call.teacher, call.other)
+        return WholeTeacherObjective(products, call.teacher, call.other, shard)
     if call.teacher is not None:
-        return TopK(products, call.teacher, policy)
+        return TopK(products, call.head.targets, call.teacher, policy)
     if call.known is not None:
         return LogprobsGradient(call.known)
     return policy or Logprobs(products.head, call.want, shard)

@@ -18,11 +18,12 @@ from grpo_kernels.ops.linear_head.arguments import (
     check_reference,
     check_shard,
     check_weight_grad,
+    shard_of,
 )
 from grpo_kernels.ops.linear_head.autograd import may_precompute, precomputed
 from grpo_kernels.ops.linear_head.distillation import distill
 from grpo_kernels.ops.linear_head.divergence import Distillation
-from grpo_kernels.ops.linear_head.head import NOTHING_MORE, Head, LMHead, Want
+from grpo_kernels.ops.linear_head.head import NOTHING_MORE, Head, LMHead, Shard, Want
 from grpo_kernels.ops.linear_head.logprobs import logprobs_at, over_support
 from grpo_kernels.ops.linear_head.loop import SUPPORTS, Call
 from grpo_kernels.ops.linear_head.objectives.policy import PolicyTerms
@@ -105,8 +106,8 @@ def linear_policy_loss(
         temperature, chunk_size, backend: as in linear_logprobs
         positions: the only tokens that take part: a mask, or integers [P] into the flattened targets
         support: token ids that sampling kept, as in linear_logprobs, for the reference model, too. Gradients are
-            then computed by the backward, also into weight_grad; chunk_size, compact, vocab_start of the head, and lora
-            of both heads must be None, memory "fast"
+            then computed by the backward, also into weight_grad; chunk_size, compact, and lora of both heads must be
+            None, memory "fast"
         ref_hidden: hidden states [B, T, H'] of the reference model, instead of ref_logprobs, which are computed in the
             same chunks, at the temperature of the policy
         ref_head: the reference model's LMHead. A weight [V, H'] alone gets the softcap, scale and bans of `head`; None
@@ -116,7 +117,7 @@ def linear_policy_loss(
         teacher: adds the divergence from a teacher's most probable tokens to the loss, for the tokens that take part,
             over the whole vocabulary. It has products of its own only with support and where memory="low" runs;
             then backward runs once, too, but in float16. metrics.distillation is that part of the loss as a
-            DistillationLoss. The head's vocab_start must be None
+            DistillationLoss
         return_entropy: measure the entropy even if the config does not need it
         return_sum_pi_squared: measure the sum of squared probabilities, as in token_logprobs
         memory: "fast" computes the gradient with the loss, and backward runs once. "low" recomputes the logits in the
@@ -175,7 +176,7 @@ def linear_policy_loss(
         ref_lora = None if reference is None else reference.lora
         only = {"chunk_size": chunk_size, "compact": compact, "memory": is_low, "ref_head.lora": ref_lora}
         check_support_alone(_OP, lm_head, **only)
-        loss = _over_support(asked, support, backend)
+        loss = _over_support(asked, lm_head, support, backend)
     else:
         loss = _over_vocabulary(asked, lm_head, at, memory, compact, size, backend)
     return loss
@@ -230,7 +231,7 @@ def _over_vocabulary(
         def logprobs_of(head: Head, want: Want) -> TokenLogprobs:
             return logprobs_at(chosen, head, only, want, chunk_size, shard)
 
-        return _of_logprobs(asked, logprobs_of, chosen, chunk_size)
+        return _of_logprobs(asked, logprobs_of, chosen, chunk_size, shard)
     results = precomputed(chosen, dataclasses.replace(call, plan=plan), weight_grad, shard, _ONCE)
     by_row = call.policy is not None and call.policy.policy.advantages.shape != layout.shape
     metrics = PolicyLossMetrics(results["metrics"], config, by_row, call.want_entropy)
@@ -242,11 +243,12 @@ def _over_vocabulary(
     return PolicyLoss(results["loss"], metrics)
 
 
-def _over_support(asked: _Asked, support: tuple[Tensor, Tensor], backend: str | None) -> PolicyLoss:
+def _over_support(asked: _Asked, lm_head: LMHead, support: tuple[Tensor, Tensor], backend: str | None) -> PolicyLoss:
     """The loss of log-probs over a support, which are cheap enough to be known all at once."""
     head, weight_grad, teacher = asked.call.head, asked.weight_grad, asked.call.teacher
     chosen = asked.select(sampled_support.SUPPORTS, backend)
-    entries = check_support(_OP, support, head)
+    shard = shard_of(_OP, lm_head)
+    entries = check_support(_OP, support, head, lm_head)
     is_added = chosen != "reference" and torch.is_grad_enabled()
     is_added = is_added and (teacher is None or may_precompute(head.hidden))
     otherwise = "with the reference backend, without gradients or with a teacher in float16"
@@ -258,9 +260,9 @@ def _over_support(asked: _Asked, support: tuple[Tensor, Tensor], backend: str | 
 
     def logprobs_of(model: Head, want: Want) -> TokenLogprobs:
         into = weight_grad if model is head else None  # not for the reference model
-        return over_support(chosen, model, entries, want, into)
+        return over_support(chosen, model, entries, want, into, shard)
 
-    return _of_logprobs(asked, logprobs_of, chosen, None)
+    return _of_logprobs(asked, logprobs_of, chosen, None, shard)
 
 
 def _of_logprobs(
@@ -268,6 +270,7 @@ def _of_logprobs(
     logprobs_of: Callable[[Head, Want], TokenLogprobs],
     backend: str,
     chunk_size: int | None,
+    shard: Shard | None,
 ) -> PolicyLoss:
     """The loss of log-probs that are known all at once; the divergence from a teacher has products of its own."""
     layout, config, call, weight_grad, _ = asked
@@ -284,9 +287,8 @@ def _of_logprobs(
     if call.teacher is None:
         _add_tokens(result.metrics, measured, None, asked.shape)
         return result
-    taught = distill(
-        backend, Call(call.head, teacher=call.teacher), chunk_size, weight_grad, (_OP, " with teacher", "")
-    )
+    of_teacher, once = Call(call.head, teacher=call.teacher), (_OP, " with teacher", "")
+    taught = distill(backend, of_teacher, chunk_size, weight_grad, shard, once)
     _add_tokens(result.metrics, measured, taught, asked.shape)
     return result._replace(loss=result.loss + taught.loss)
 
@@ -300,12 +302,7 @@ def _check_teacher(
         raise ValueError(
             f"{_OP}: teacher must have ids and log-probs, got hidden states; linear_distillation_loss takes them"
         )
-    tokens = check_teacher(_OP, teacher, targets.shape, head.targets != IGNORED, head)
-    if lm_head.vocab_start is not None:
-        raise ValueError(
-            f"{_OP}: head.vocab_start must be None with teacher, whose ids may be columns of any rank, got "
-            f"{lm_head.vocab_start}"
-        )
+    tokens = check_teacher(_OP, teacher, targets.shape, head.targets != IGNORED, head, lm_head)
     given = [name for name, divisor in divisors.items() if divisor is not None]
     if given and teacher.weights is None and teacher.normalizer is None:
         raise ValueError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_kernels import registry
 from grpo_kernels.inputs import op_inputs
-from grpo_kernels.ops.linear_head.head import NOTHING_MORE, Head, Measurements, Shard, Want
+from grpo_kernels.ops.linear_head.head import NOTHING_MORE, Head, Measurements, Shard, Want, columns_of
 from grpo_kernels.ops.linear_head.sizes import HALVES, tokens_per_product
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
@@ -49,7 +49,9 @@ class Chunk(NamedTuple):
     little is left of it: the logits have -inf there.
 
     Attributes:
-        columns: those kept apart, different from each other for a token, [tokens, k]; the padding column is none
+        ids: those kept apart, negative for none
+        columns: of these here, different from each other for a token, [tokens, k]; the padding column is none, or
+            one of another rank
         raw: their logits, in float64
         row_scale: where the place of the gradient has exponentials of the logits, which times this and the gradient by
             the log-prob are that by the logits
@@ -60,6 +62,7 @@ class Chunk(NamedTuple):
     targets: Tensor
     row_temperature: Tensor | None
     measured: Measurements
+    ids: Tensor | None = None
     columns: Tensor | None = None
     raw: Tensor | None = None
     row_scale: Tensor | None = None
@@ -159,11 +162,11 @@ class Products:
         self,
         tokens: Tokens,
         want: Want = NOTHING_MORE,
-        columns: Tensor | None = None,
+        ids: Tensor | None = None,
         known: Known | None = None,
         exponentials: Tensor | None = None,
     ) -> Chunk:
-        """Logits and log-probs of a chunk: with columns to keep apart, of the rest; or only logits, as all is known.
+        """Logits and log-probs of a chunk: with ids to keep apart, of the rest; or only logits, as all is known.
 
         `exponentials` is where those of the logits belong, with which the gradient is known but for a factor a row.
         """
@@ -183,8 +186,9 @@ class Products:
             )
             measured = Measurements(logprobs, entropy, squares, logprobs.new_empty(0, dtype=torch.float64))
             return Chunk(hidden, logits, targets, row_temperature, measured, row_scale=row_scale)
-        raw = None
-        if columns is not None:
+        columns = raw = None
+        if ids is not None:
+            columns = columns_of(ids if self.shard is None else ids - self.shard.start, self.columns)
             raw = logits.gather(1, columns).double()
             logits.scatter_(1, columns, -torch.inf)
             targets = torch.where(targets == IGNORED, IGNORED, columns[:, 0])  # any column that is not of the rest
@@ -194,9 +198,11 @@ class Products:
         if want.sum_pi_squared:
             squares = token_logprobs.sum_of_squares(self.backend, rows, normalizer)
         measured = Measurements(logprobs[0], entropy.view(-1), squares.view(-1), normalizer[0])
-        if self.shard is not None:
+        if self.shard is not None and ids is not None and columns is not None and raw is not None:
+            measured, raw = self.shard.combine_rest(measured, raw, columns, ids, targets)
+        elif self.shard is not None:
             measured = self.shard.combine(measured, targets)
-        return Chunk(hidden, logits, targets, row_temperature, measured, columns, raw)
+        return Chunk(hidden, logits, targets, row_temperature, measured, ids, columns, raw)
 
     def _rows(self, logits: Tensor, targets: Tensor, row_temperature: Tensor | None) -> LogitRows:
         return LogitRows(logits[None], targets[None], _one_row(row_temperature), *self.head.scaling)

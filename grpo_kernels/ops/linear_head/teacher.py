@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import checks
-from grpo_kernels.ops.linear_head.arguments import FLAGS, TOKENS, check_other_head, is_banned
+from grpo_kernels.ops.linear_head.arguments import (
+    FLAGS,
+    TOKENS,
+    check_other_head,
+    columns_text,
+    has_same_columns,
+    ids_of,
+    is_banned,
+)
 from grpo_kernels.ops.linear_head.divergence import ABSENT, KINDS, TAILS, Distillation
 from grpo_kernels.ops.linear_head.head import Head, LMHead
 
@@ -72,7 +80,9 @@ class DistillationLoss(NamedTuple):
     mass: Tensor
 
 
-def check_teacher(op: str, teacher: object, shape: torch.Size, takes_part: Tensor | None, head: Head) -> Distillation:
+def check_teacher(
+    op: str, teacher: object, shape: torch.Size, takes_part: Tensor | None, head: Head, lm_head: LMHead
+) -> Distillation:
     """The teacher's ids, log-probs and shares of tokens of this shape; `takes_part` [N] may leave out some."""
     if not isinstance(teacher, Teacher):
         raise TypeError(f"{op}: teacher must be a Teacher, got {type(teacher).__name__}")
@@ -97,12 +107,12 @@ def check_teacher(op: str, teacher: object, shape: torch.Size, takes_part: Tenso
         raise checks.unknown(op, "teacher.tail", teacher.tail, TAILS)
     kind, beta = _check_kind(op, teacher)
     counts, shares = _counts_and_shares(op, teacher, shape, takes_part, head)
-    ids, logprobs = _check_values(op, ids, logprobs, counts, head)
+    ids, logprobs = _check_values(op, ids, logprobs, counts, head, lm_head)
     return Distillation(ids, logprobs, shares, kind, TAILS.index(teacher.tail), beta)
 
 
 def check_whole_teacher(
-    op: str, teacher: Teacher, shape: torch.Size, takes_part: Tensor | None, head: Head
+    op: str, teacher: Teacher, shape: torch.Size, takes_part: Tensor | None, head: Head, lm_head: LMHead
 ) -> tuple[Head, Head, Distillation]:
     """Student's and teacher's heads with the bans of both, and the distillation of tokens of this shape."""
     if teacher.head is None:
@@ -118,12 +128,9 @@ def check_whole_teacher(
         )
     kind, beta = _check_kind(op, teacher)
     its_head = LMHead.of(op, "teacher.head", teacher.head)
-    if its_head.vocab_start is not None:
-        raise ValueError(f"{op}: teacher.head.vocab_start must be None, got {its_head.vocab_start}")
-    if len(its_head.weight) != len(head.weight):
-        raise ValueError(
-            f"{op}: teacher.head must have the {len(head.weight)} ids of the student's, got {len(its_head.weight)}"
-        )
+    if not has_same_columns(its_head, lm_head):
+        want, got = columns_text(lm_head), columns_text(its_head)
+        raise ValueError(f"{op}: teacher.head must have the columns of the student's, {want}, got {got}")
     own = check_other_head(op, ("teacher.hidden", "teacher.head"), head, shape, teacher.hidden, its_head)
     bans = [banned for banned in (head.banned, own.banned) if banned is not None]
     banned = torch.cat(bans).sort().values if bans else None
@@ -167,11 +174,13 @@ def _check_beta(op: str, teacher: Teacher) -> float:
     return float(teacher.beta)
 
 
-def _check_values(op: str, ids: Tensor, logprobs: Tensor, counts: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+def _check_values(
+    op: str, ids: Tensor, logprobs: Tensor, counts: Tensor, head: Head, lm_head: LMHead
+) -> tuple[Tensor, Tensor]:
     """Both as [N, k], log-probs in float64. A GPU checks the values when its stream gets there."""
     ids, logprobs = ids.long(), logprobs.detach().double()
     is_used = ids != ABSENT
-    columns = len(head.weight)
+    columns, rule = ids_of(lm_head)
     counts = counts.view(ids.shape[:-1])
     ordered = torch.where(is_used, ids, -1 - torch.arange(ids.shape[-1], device=ids.device)).sort(-1).values
     is_repeated = torch.nn.functional.pad(ordered.diff(dim=-1) == 0, (1, 0))
@@ -181,7 +190,7 @@ def _check_values(op: str, ids: Tensor, logprobs: Tensor, counts: Tensor, head: 
         counted = counts if found.dim() == counts.dim() else counts[..., None]
         checks.values(op, f"teacher.{name}", rule, is_wrong & counted, found)
 
-    require("ids", f"be in [0, {columns}), or {ABSENT}", is_used & ((ids < 0) | (ids >= columns)), ids)
+    require("ids", f"{rule}, or {ABSENT}", is_used & ((ids < 0) | (ids >= columns)), ids)
     require("ids", "differ from each other for a token", repeated >= 0, repeated)
     require("logprobs", "be finite where an id is", is_used & (logprobs - logprobs != 0), logprobs)
     mass = torch.where(is_used, logprobs, -math.inf).logsumexp(-1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import checks
-from grpo_kernels.ops.linear_head.arguments import is_banned
+from grpo_kernels.ops.linear_head.arguments import ids_of, is_banned
 from grpo_kernels.ops.linear_head.head import Head, LMHead
 from grpo_kernels.ops.sampled_support.reference import Entries
 from grpo_kernels.ops.token_logprobs.config import IGNORED
@@ -14,8 +14,8 @@ from grpo_kernels.ops.token_logprobs.config import IGNORED
 _IDS, _OFFSETS = "support.token_ids", "support.offsets"
 
 
-def check_support(op: str, support: object, head: Head) -> Entries:
-    """The entries of a support for the head's targets and columns.
+def check_support(op: str, support: object, head: Head, lm_head: LMHead) -> Entries:
+    """The entries of a support for the head's targets and columns, which are those of all ranks.
 
     On the CPU, values are checked here, and the error has the row. On a GPU, an assertion fails
     when the stream reaches it, and nothing waits; what the result holds then stays within its
@@ -25,7 +25,7 @@ def check_support(op: str, support: object, head: Head) -> Entries:
         size = f" of {len(support)}" if isinstance(support, (tuple, list)) else ""
         rule = "a pair (token_ids, offsets) of tensors"
         raise TypeError(f"{op}: support must be {rule}, got {type(support).__name__}{size}")
-    targets, columns = head.targets, len(head.weight)
+    targets, (columns, in_range) = head.targets, ids_of(lm_head)
     for name, value in zip((_IDS, _OFFSETS), support, strict=True):
         checks.tensor(op, name, value, checks.INTEGERS)
         checks.same_device(op, name, value, targets.device)
@@ -44,7 +44,7 @@ def check_support(op: str, support: object, head: Head) -> Entries:
     _require(op, rule, bounds == offsets, offsets, "at")
     rows = torch.repeat_interleave(bounds.diff(), output_size=count)
     is_column = (token_ids >= 0) & (token_ids < columns)
-    _require(op, f"{_IDS} must be in [0, {columns})", is_column, token_ids, "in row", rows)
+    _require(op, f"{_IDS} must {in_range}", is_column, token_ids, "in row", rows)
     token_ids = token_ids.clamp(0, columns - 1)
 
     place = torch.arange(count, device=rows.device) - bounds[rows]
@@ -67,8 +67,7 @@ def check_support(op: str, support: object, head: Head) -> Entries:
 
 def check_support_alone(op: str, lm_head: LMHead, **arguments: object) -> None:
     """Refuses with a support what divides the work of a head: only kept columns are computed."""
-    arguments = {"head.lora": lm_head.lora, "head.vocab_start": lm_head.vocab_start} | arguments
-    for name, value in arguments.items():
+    for name, value in {"head.lora": lm_head.lora, **arguments}.items():
         if value is not None:
             # not all elements of an adapter
             got = type(value).__name__ if isinstance(value, tuple) else repr(value)

@@ -5,6 +5,7 @@ In float64 it is the specification. It reads values, so it waits for a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -13,11 +14,13 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
 from grpo_kernels.inputs import op_inputs
+from grpo_kernels.ops.linear_head.head import Shard
 from grpo_kernels.ops.token_logprobs import reference as token_logprobs
 from grpo_kernels.ops.token_logprobs.reference import LogitRows, Measured, wide
 
 # Numbers of a matrix that are gathered at a time: as many as stay in the cache of a CPU.
 _GATHERED = 2**17
+ELSEWHERE = -2  # in place of the row of an entry
 
 
 @op_inputs
@@ -29,7 +32,7 @@ class Entries:
 
     Attributes:
         token_ids: kept ids [E]
-        rows: row of each entry [E]; -1 for entries of rows that take no part
+        rows: row of each entry [E]; -1 for entries of rows that take no part, ELSEWHERE for columns of other ranks
         bounds: entries of row i are bounds[i] to bounds[i + 1] - 1 [N + 1]
         order: entries by ascending id, then row; those of rows that take no part are last [E]
         places: target of each row as a place among its entries [N]; IGNORED for ignored rows, -1 if
@@ -41,6 +44,18 @@ class Entries:
     bounds: Tensor
     order: Tensor
     places: Tensor
+
+    def part(self, shard: Shard) -> Entries:
+        """Those of a rank's columns; the others stay, as ids of which the logit is -inf."""
+        columns = self.token_ids - shard.start
+        is_here = (columns >= 0) & (columns < shard.columns)
+        token_ids, rows = torch.where(is_here, columns, 0), torch.where(is_here, self.rows, ELSEWHERE)
+        return dataclasses.replace(self, token_ids=token_ids, rows=rows, order=token_ids.argsort(stable=True))
+
+    def owned(self) -> Tensor:
+        """How many ids a token has on this rank, and on all, [2, N]."""
+        is_here = pad((self.rows != ELSEWHERE).cumsum(0), (1, 0))
+        return torch.stack((is_here[self.bounds].diff(), self.bounds.diff()))
 
 
 @op_inputs
@@ -100,7 +115,7 @@ def _rows_at_a_time(matrix: Tensor) -> int:
 
 
 def _logits(kept: Kept) -> Tensor:
-    """Logits [E] of the entries; 0 in rows that take no part."""
+    """Logits [E] of the entries; 0 in rows that take no part, and -inf for columns of other ranks."""
     token_ids, rows = kept.entries.token_ids, kept.entries.rows
     size = _rows_at_a_time(kept.weight)
     parts = zip(token_ids.split(size), rows.clamp(min=0).split(size), strict=True)
@@ -108,7 +123,7 @@ def _logits(kept: Kept) -> Tensor:
     logits = torch.cat([(wide(weight(0, ids)) * wide(hidden(0, at))).sum(1) for ids, at in parts])
     if kept.bias is not None:
         logits = (logits + kept.bias).to(logits.dtype)
-    return torch.where(rows >= 0, logits, 0)
+    return torch.where(rows >= 0, logits, 0).masked_fill(rows == ELSEWHERE, -math.inf)
 
 
 def _padded(kept: Kept, logits: Tensor) -> Iterator[tuple[Tensor, Tensor, LogitRows]]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels import registry
-from grpo_kernels.ops.linear_head.head import Head
+from grpo_kernels.ops.linear_head.head import Head, Measurements, Shard
 from grpo_kernels.ops.sampled_support import reference
 from grpo_kernels.ops.sampled_support.reference import Entries, Gradient, Kept
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
@@ -66,10 +67,16 @@ class _Logprobs(torch.autograd.Function):
         kept: Kept,
         into: Tensor | None,
         backend: str,
+        shard: Shard | None,
+        targets: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        ctx.into, ctx.backend = into, backend
+        ctx.into, ctx.backend, ctx.shard = into, backend, shard
         ctx.implementation = "reference" if backend == "cpu" else backend
         logprobs, normalizer, entropy, logits = FORWARD(ctx.implementation, kept)
+        if shard is not None:
+            results = Measurements(logprobs, entropy, logprobs.new_empty(0), normalizer)
+            local = shard.local(targets)
+            logprobs, entropy, _, normalizer = shard.combine(results, local, kept.entries.owned())
         registry.save(ctx, FORWARD.layout, kept, normalizer, entropy, logits)
         return logprobs, entropy
 
@@ -87,12 +94,14 @@ class _Logprobs(torch.autograd.Function):
         tensors = *map(registry.upstream, upstream), *results
         gradient = Gradient(by_hidden, total, *tensors, kept)  # type: ignore[call-arg, arg-type]
         by_logits = BACKWARD(ctx.implementation, gradient)
+        if ctx.shard is not None and by_hidden is not None:
+            dist.all_reduce(by_hidden, group=ctx.shard.group)
         by_bias = by_logits.to(kept.bias.dtype) if needs_bias else None
         gradients = (
             None if each is None else registry.first_derivative("sampled_support", each)
             for each in (by_hidden, by_weight, by_bias)
         )
-        return *gradients, None, None, None
+        return *gradients, *(None,) * 5
 
 
 def apply(
@@ -101,15 +110,17 @@ def apply(
     entries: Entries,
     want_entropy: bool,
     into: Tensor | None,
+    shard: Shard | None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies (empty unless wanted) over the entries.
 
     The gradient of the weight is added to `into` where it is given.
     """
     hidden, weight = head.hidden.contiguous(), head.weight.contiguous()
+    entries = entries if shard is None else entries.part(shard)
     # gradients of an id are added up in float64, which a CPU does in one thread, in order
     bias = None if head.bias is None else head.bias.double()[entries.token_ids]
     kept = Kept(hidden, weight, bias, entries, head.row_temperature, *head.scaling)
     differentiable = cast(Any, _Logprobs.apply)
-    logprobs, entropy = differentiable(hidden, weight, bias, kept, into, backend)
+    logprobs, entropy = differentiable(hidden, weight, bias, kept, into, backend, shard, head.targets)
     return logprobs, entropy if want_entropy else entropy.new_empty(0)

@@ -19,6 +19,7 @@ SUMMED, COLUMNS = tl.constexpr(8), tl.constexpr(1024)
 # Entries of one id that one program adds up: thousands of rows may keep an id, more than one program
 # should read.
 PIECE = tl.constexpr(256)
+ELSEWHERE = tl.constexpr(-2)  # as in reference.py, which this file may not import
 
 
 # The width is compiled in only as a multiple of 16 or not: the former is loaded 16 bytes at a time.
@@ -45,7 +46,7 @@ def _logits_kernel(
         x = tl.load(hidden_ptrs + column, mask=is_read, other=0.0)
         w = tl.load(weight_ptrs + column, mask=is_read, other=0.0)
         sum += x.to(tl.float32) * w.to(tl.float32)
-    tl.store(logits_ptr + entry, tl.sum(sum, axis=1), mask=inside)
+    tl.store(logits_ptr + entry, tl.where(row == ELSEWHERE, float("-inf"), tl.sum(sum, axis=1)), mask=inside)
 
 
 @triton.jit(do_not_specialize=["begins_ptr", "ends_ptr"])
@@ -108,7 +109,7 @@ def forward(
     grid = (triton.cdiv(len(rows), ENTRIES.value),)
     _logits_kernel[grid](hidden, weight, token_ids, rows, logits, len(rows), hidden.shape[1])
     if bias is not None:
-        logits = torch.where(rows >= 0, logits + bias, 0).float()
+        logits = torch.where(rows >= 0, logits + bias, logits).float()
     logprobs, entropy, normalizer = token_logprobs.forward(logits, *measured, True, bounds)
     return logprobs, normalizer, entropy, logits
 

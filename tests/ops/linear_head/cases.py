@@ -217,6 +217,8 @@ def call(inputs: Inputs, backend: str | None, of: str) -> Results:
     ref_head = heads.head_of(inputs, "ref_")
     loss, metrics = gk.linear_policy_loss(**arguments, ref_head=ref_head, config=CONFIGS[of])
     results = {"loss": loss, "metrics": metrics.tensor.to(loss.dtype)}  # whose errors those of the sums are
+    if "return_sum_pi_squared" in inputs:
+        results["squares"] = metrics.sum_pi_squared
     if (part := metrics.distillation) is not None:
         assert not any(value.requires_grad for value in part)
         results |= {"divergence": part.divergence, "mass": part.mass, "part": part.loss}

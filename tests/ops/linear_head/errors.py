@@ -127,7 +127,7 @@ OF_DISTILLATION: Rows = {
     "teacher.head must be given with teacher.hidden, ... got None": whole(head=None),
     "teacher.ids must be None beside teacher.hidden": whole(ids=TAUGHT),
     "teacher.tail must be left out beside teacher.hidden": whole(tail="ignore"),
-    "teacher.head must have the 7 ids of the student's, got 6": whole(head=WEIGHT[:6]),
+    "teacher.head must have the columns of the student's, 7, got 6": whole(head=WEIGHT[:6]),
     "teacher.hidden must have shape [2, 3, 5]": whole(hidden=HIDDEN[0]),
 }
 ERRORS = [

@@ -37,7 +37,9 @@ pytestmark = pytest.mark.skipif(
 # Columns of each rank, by the number of ranks.
 SHARES = {2: (12, 19), 4: (1, 5, 21, 4)}
 TOKENS, COLUMNS = 14, 31
-SPLIT = ("weight", "bias", "lora_b", "ref_weight", "ref_bias", "ref_lora_b")
+OWNED = "must be columns of exactly one rank each"
+OF_COLUMNS = ("weight", "bias", "lora_b")
+SPLIT = tuple(prefix + name for prefix in ("", "ref_", "teacher_") for name in OF_COLUMNS)
 
 
 # Each with its features and options; of log-probs with changes of the batch.
@@ -66,8 +68,27 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "loss with entropy": ("entropy, temperatures, positions", {"chunk_size": 5}),
     "loss with everything": (f"sequence, {EVERYTHING}", {"chunk_size": 14}),
     "loss in low memory": (f"dapo, {EVERYTHING}", {"chunk_size": 4, "memory": "low"}),
+    "loss with squares": ("sequence, banned, return_entropy", {"chunk_size": 14, "return_sum_pi_squared": True}),
     "reference head": ("dapo, ref_hidden, bias, banned", {"chunk_size": 4}),
     "reference head in low memory": ("dapo, ref_head, lora", {"chunk_size": 4, "memory": "low"}),
+}
+# Those of a teacher or of a support, whose ids are columns of any rank.
+OF_IDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "teacher": ("distillation, bias, lora, scaled, banned, gaps, unused slots", {"chunk_size": 4}),
+    "teacher in its own chunks": ("distillation, temperatures, teacher weights", {"teacher": {"tail": "ignore"}}),
+    "teacher of all ids": ("distillation, bias", {"teacher": {"k": 31, "kind": "reverse_kl", "tail": "renormalise"}}),
+    "teacher beside a loss": (f"sequence, {EVERYTHING}, teacher, unused slots", {"chunk_size": 14}),
+    "teacher beside entropy": (
+        "entropy, teacher, teacher mask, ignored, bias, temperatures",
+        {"chunk_size": 5, "return_sum_pi_squared": True, "teacher": {"kind": "forward_kl"}},
+    ),
+    "teacher in low memory": (f"dapo, {EVERYTHING}, ref_head, teacher", {"chunk_size": 4, "memory": "low"}),
+    "whole teacher": ("distillation, whole, bias, lora, scaled, banned, gaps", {"chunk_size": 4}),
+    "whole teacher, forward": ("distillation, whole, bias, temperatures", {"teacher": {"kind": "forward_kl"}}),
+    "whole teacher, reverse": ("distillation, whole, lora", {"chunk_size": 4, "teacher": {"kind": "reverse_kl"}}),
+    "support": ("logprobs, ignored, bias, scaled, temperatures, banned, support", {}),
+    "support at positions": ("logprobs, support, positions, zeros", {}),
+    "support of a loss": (f"sequence, {EVERYTHING}, support, ref_hidden, teacher, return_entropy", {}),
 }
 # On every rank whole, as DTensors.
 WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -76,20 +97,22 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "whole loss": ("dapo, bias, lora, ref_hidden", {}),
     "whole distillation": ("distillation, bias, lora", {}),
 }
-RUNS = [(case, "cpu", F64) for case in (*CASES, *LOSSES)]
+RUNS = [(case, "cpu", F64) for case in (*CASES, *LOSSES, *OF_IDS)]
 RUNS += [(case, "reference", F64) for case in ("adapter", "banned", "a masked shard", "loss with everything")]
+RUNS += [(case, "reference", F64) for case in ("teacher", "whole teacher", "support of a loss")]
 RUNS += [(case, "cpu", F32) for case in CASES if case in ("plain", "chunks", "adapter") or "certain" in case]
-RUNS += [("loss of all tokens", "triton", BF16)] * ("triton" in KERNELS)
+RUNS += [(case, "cpu", F32) for case in ("teacher", "teacher beside a loss", "whole teacher", "support")]
+RUNS += [(case, "triton", BF16) for case in ("loss of all tokens", "teacher", "support") if "triton" in KERNELS]
 
 
 def drawn(case: str, **changes: Any) -> Problem:
     """Log-probs have targets at both ends of both shards, ignored ones, and tokens without a gradient."""
     torch.manual_seed(3)
-    words, options = (CASES | LOSSES | WHOLE)[case]
+    words, options = (CASES | LOSSES | OF_IDS | WHOLE)[case]
     of, *features = words.split(", ")
     if of == "certain":
         return certain(**options)
-    if of != "logprobs" or case in WHOLE:
+    if of != "logprobs" or case in OF_IDS or case in WHOLE:
         return problem(of, *features, **options).but(**changes)
     drawn = problem(of, *features, shape=(TOKENS,))
     if "banned" not in features:
@@ -112,9 +135,9 @@ def of_rank(inputs: Inputs, rank: int) -> Inputs:
     first = sum(shares[:rank])
     split = {name: inputs[name][first : first + shares[rank]].clone() for name in SPLIT if name in inputs}
     where = {"process_group": dist.group.WORLD, "vocab_start": first}
-    if "ref_bias" in inputs:
-        where |= {f"ref_{name}": value for name, value in where.items()}
-    return where | inputs | split
+    others = [prefix for prefix in ("ref_", "teacher_") if f"{prefix}bias" in inputs]
+    of_others = {prefix + name: value for prefix in others for name, value in where.items()}
+    return where | of_others | inputs | split
 
 
 def sharded(case: str, backend: str, dtype: torch.dtype, rank: int) -> dict[str, Any]:
@@ -135,22 +158,37 @@ def message_of(call: Callable[[], object]) -> str:
 def wrong_targets(rank: int) -> dict[str, str]:
     def message(case: Problem, target: int = 12, **changes: Any) -> str:
         given = of_rank(case.inputs, rank) | changes
-        given["targets"][given["targets"] == 12] = target
+        if target != 12:
+            given["targets"][given["targets"] == 12] = target
         return message_of(lambda: run(case.op, given, "cpu", F64))
 
+    def taught(id: int) -> dict[str, Tensor]:
+        ids = drawn("teacher").inputs["teacher_ids"].clone()
+        ids[ids == 12] = id
+        return {"teacher_ids": ids}
+
+    def kept(id: int) -> dict[str, Any]:
+        ids, offsets = drawn("support").inputs["support"]
+        return {"support": (torch.where(ids == 12, id, ids), offsets)}
+
+    beside = drawn("teacher beside entropy")
     # with "overlap" all shards begin at 0, so each target lies in all of them or in none
     return {str(target): message(drawn("plain"), target) for target in (-1, COLUMNS, -99)} | {
         "overlap": message(drawn("plain"), vocab_start=0),
         "banned": message(drawn("plain"), banned=torch.tensor([30, 12])),
         "loss": message(drawn("loss of all tokens"), vocab_start=0),
+        "teacher's target": message(beside, targets=beside.inputs["targets"].index_fill(0, torch.tensor(0), -1)),
+        "teacher": message(drawn("teacher"), **taught(COLUMNS)),
+        "no id": message(drawn("teacher"), **taught(-2)),
+        "support": message(drawn("support"), **kept(COLUMNS)),
     }
 
 
-def squares(rank: int | None) -> Tensor:
+def squares(rank: int | None, of: str = "banned") -> Tensor:
     """Sums of squared probabilities, of one process or of the ranks."""
-    case = drawn("banned")
+    case = drawn(of)
     inputs = case.inputs if rank is None else of_rank(case.inputs, rank)
-    arguments = {name: inputs[name] for name in ("hidden", "targets")}
+    arguments = {name: inputs[name] for name in ("hidden", "targets", "support") if name in inputs}
     more = {name: inputs[name] for name in ("vocab_start", "process_group") if name in inputs}
     head = gk.LMHead(inputs["weight"], inputs.get("bias"), banned=inputs["banned"], **more)
     result = gk.linear_logprobs(**arguments, head=head, return_sum_pi_squared=True, backend="cpu")
@@ -219,7 +257,7 @@ def worker(rank: int, size: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=limit)
     found: dict[Any, Any] = {key: sharded(*key, rank) for key in RUNS}
     found |= {"wrong": wrong_targets(rank), "weight_grad": added_weight_gradient(rank), "sizes": chunk_sizes(rank)}
-    found["squares"] = squares(rank)
+    found["squares"] = [squares(rank, of) for of in ("banned", "support")]
     mesh = init_device_mesh("cpu", (size,))
     found |= {call: as_dtensors(call, mesh, Replicate()) for call in WHOLE}
     torch.save(found | {"refused": refused_dtensors(mesh)}, Path(folder) / f"{rank}.pt")
@@ -297,6 +335,31 @@ def test_what_the_ranks_of_a_loss_send(ranks: list[dict[Any, Any]]) -> None:
     assert len(sent("reference head in low memory")) == 4
 
 
+@pytest.mark.parametrize(
+    ("case", "of_chunk", "others"),
+    [
+        ("teacher", 1, 2),  # of the hidden states and of A
+        ("teacher beside a loss", 1, 2),
+        ("whole teacher", 2, 3),  # once more for all divergences
+        ("whole teacher, reverse", 2, 3),
+        ("whole teacher, forward", 1, 3),  # once more for the largest part
+    ],
+)
+def test_what_the_ranks_of_a_teacher_send(ranks: list[dict[Any, Any]], case: str, of_chunk: int, others: int) -> None:
+    """At most one all-reduce per chunk, but where the gradient of a row waits for sums over all of it."""
+    inputs = drawn(case).inputs
+    size = inputs.get("chunk_size", inputs["hidden"][..., 0].numel())
+    chunks = -(-int(takes_part(inputs).sum()) // size)
+    assert len(ranks[0][case, "cpu", F64]["sent"]) == chunks * of_chunk + others
+
+
+def test_what_the_ranks_of_a_support_send(ranks: list[dict[Any, Any]]) -> None:
+    """Log-prob, log-sum-exp, entropy and count of ids of each token and rank, and the gradient of the hidden states."""
+    inputs = drawn("support").inputs
+    forward, backward = (size for _, size in ranks[0]["support", "cpu", F64]["sent"])
+    assert forward == 8 * 4 * len(ranks) * inputs["targets"].numel() and backward == inputs["hidden"].nbytes
+
+
 def test_the_weight_gradient_is_added_to_a_tensor(ranks: list[dict[Any, Any]]) -> None:
     want = drawn("loss in chunks").run("cpu")["d_weight"]
     torch.testing.assert_close(torch.cat([rank["weight_grad"] for rank in ranks]), want, rtol=1e-9, atol=1e-11)
@@ -304,7 +367,8 @@ def test_the_weight_gradient_is_added_to_a_tensor(ranks: list[dict[Any, Any]]) -
 
 def test_sums_of_squares_are_those_of_all_columns(ranks: list[dict[Any, Any]]) -> None:
     for rank in ranks:
-        torch.testing.assert_close(rank["squares"], squares(None), rtol=1e-12, atol=0)
+        for got, of in zip(rank["squares"], ("banned", "support"), strict=True):
+            torch.testing.assert_close(got, squares(None, of), rtol=1e-11, atol=0)
 
 
 def test_chunks_are_those_of_the_largest_part(ranks: list[dict[Any, Any]]) -> None:
@@ -314,14 +378,21 @@ def test_chunks_are_those_of_the_largest_part(ranks: list[dict[Any, Any]]) -> No
     assert len(set(by_columns)) == 3
 
 
+OF_WRONG_IDS = {
+    "banned": "ValueError: linear_logprobs: targets must not be banned by the head, got 12 at [2]",
+    "teacher's target": f"RuntimeError: linear_policy_loss: teacher.ids and targets {OWNED}",
+    "teacher": f"RuntimeError: linear_distillation_loss: teacher.ids and targets {OWNED}",
+    "no id": "ValueError: linear_distillation_loss: teacher.ids must be at least 0, or -1, got -2 at [2, 2, 0]",
+    "support": f"RuntimeError: linear_logprobs: support.token_ids {OWNED}",
+}
+
+
 def test_a_target_that_is_no_column_of_one_rank(ranks: list[dict[Any, Any]]) -> None:
     for rank in ranks:
         for which, message in rank["wrong"].items():
             op = "linear_policy_loss" if which == "loss" else "linear_logprobs"
             wanted = f"RuntimeError: {op}: targets must be columns of exactly one rank each, or -100"
-            if which == "banned":
-                wanted = "ValueError: linear_logprobs: targets must not be banned by the head, got 12 at [2]"
-            assert message == wanted, which
+            assert message == OF_WRONG_IDS.get(which, wanted), which
 
 
 @pytest.mark.parametrize("call", WHOLE)
@@ -351,9 +422,9 @@ def test_every_placement_is_whole_on_one_rank(alone: Any) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("features", "rule"), [("teacher", "with teacher, whose ids"), ("support", "with support")])
-def test_a_split_head_and_a_teacher_or_a_support(features: str, rule: str) -> None:
-    """The ids may be columns of any rank."""
-    case = problem("grpo", features)
-    with pytest.raises(ValueError, match=f"^linear_policy_loss: head.vocab_start must be None {rule}"):
-        case.op.call(case.inputs | {"vocab_start": 0}, "cpu")
+@pytest.mark.parametrize("case", OF_IDS)
+def test_a_single_rank_has_all_columns(case: str) -> None:
+    whole = drawn(case)
+    others = {f"{prefix}vocab_start": 0 for prefix in ("ref_", "teacher_") if f"{prefix}bias" in whole.inputs}
+    got = whole.run("cpu", vocab_start=0, **others)
+    assert_close(got, whole.run("reference"), rtol=1e-10, atol=1e-12)

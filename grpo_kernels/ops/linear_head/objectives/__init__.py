@@ -13,7 +13,7 @@ class Objective(Protocol):
     """A loss in the chunk loop."""
 
     def before(self, tokens: Tokens) -> Tensor | None:
-        """Does what comes before the logits of a chunk. Returns columns to keep apart from the rest."""
+        """Does what comes before the logits of a chunk. Returns ids to keep apart from the rest, negative for none."""
 
     def read(self, chunk: Chunk, tokens: Tokens, upstream: Upstream | None) -> Upstream | None:
         """Takes what was measured of a chunk; fills in the gradient by it, if there is to be one."""

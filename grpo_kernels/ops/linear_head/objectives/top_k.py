@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_kernels import registry
 from grpo_kernels.ops.linear_head import divergence
 from grpo_kernels.ops.linear_head.divergence import ABSENT, KINDS, LEAST_REST, RENORMALISE, TAILS, Distillation
-from grpo_kernels.ops.linear_head.head import Measurements
+from grpo_kernels.ops.linear_head.head import NO_COLUMN, Measurements
 from grpo_kernels.ops.linear_head.objectives import Objective
 from grpo_kernels.ops.linear_head.products import Chunk, Products, Tokens, Upstream
 from grpo_kernels.ops.token_logprobs.config import IGNORED
@@ -24,21 +24,22 @@ _terms_in_triton = registry.lazy("terms", "grpo_kernels.ops.linear_head")
 
 
 class TopK:
-    """`other` is the objective whose loss this one's is added to."""
+    """`targets` count over all ranks; `other` is the objective whose loss this one's is added to."""
 
-    def __init__(self, products: Products, teacher: Distillation, other: Objective | None) -> None:
-        self.products, self.teacher, self.other = products, teacher, other
+    def __init__(self, products: Products, targets: Tensor, teacher: Distillation, other: Objective | None) -> None:
+        self.products, self.targets, self.teacher, self.other = products, targets, teacher, other
         self.divergence, self.mass = torch.zeros_like(teacher.shares), torch.zeros_like(teacher.shares)
 
     def before(self, tokens: Tokens) -> Tensor:
-        columns, ids = self.products.columns, self.teacher.of_ids[0][tokens]
-        apart = torch.where(ids == ABSENT, columns, ids)
+        """The teacher's ids, and last the target unless it is one of them."""
+        ids = self.teacher.of_ids[0][tokens]
         if self.other is None:
-            return apart
+            return ids
         self.other.before(tokens)
-        targets = self.products.head.targets[tokens]
-        has_none = (targets < 0) | (targets >= columns) | (ids == targets[:, None]).any(1)
-        return torch.cat((apart, torch.where(has_none, columns, targets)[:, None]), 1)
+        targets = self.targets[tokens][:, None]
+        is_wrong = (targets < 0) & (targets != IGNORED)
+        targets = torch.where(is_wrong, NO_COLUMN, targets)
+        return torch.cat((ids, torch.where((ids == targets).any(1, keepdim=True), ABSENT, targets)), 1)
 
     def read(self, chunk: Chunk, tokens: Tokens, upstream: Upstream | None) -> Upstream | None:
         assert chunk.columns is not None and chunk.raw is not None
@@ -47,7 +48,8 @@ class TopK:
         scaled, rest = scaling.apply(chunk.raw), chunk.measured.normalizer
         whole, others = None, rest
         if self.other is not None:
-            whole = _whole(scaled, chunk, head.targets[tokens], self.products.columns)
+            columns = self.products.columns if self.products.shard is None else NO_COLUMN
+            whole = _whole(scaled, chunk, self.targets[tokens], columns)
             upstream = self.other.read(chunk._replace(measured=whole.measured), tokens, upstream)
             others = torch.logaddexp(rest, scaled[:, -1])  # of all columns but the ids
         values, mass, by_others, by_scaled = self._terms(others, scaled, tokens)
@@ -146,10 +148,10 @@ class _Whole(NamedTuple):
 
 
 def _whole(scaled: Tensor, chunk: Chunk, targets: Tensor, columns: int) -> _Whole:
-    """From the columns kept apart, of which the last is a target, and what was measured of the rest."""
-    assert chunk.columns is not None
+    """From the ids kept apart, of which the last is a target, and what was measured of the rest."""
+    assert chunk.ids is not None
     _, entropy_of_rest, squares, rest = chunk.measured
-    place = (chunk.columns == targets[:, None]).int().argmax(1, keepdim=True)
+    place = (chunk.ids == targets[:, None]).int().argmax(1, keepdim=True)
     of_target = scaled.gather(1, place)[:, 0]
     others = torch.logaddexp(divergence.logsumexp(scaled.scatter(1, place, -torch.inf)), rest)
     total = torch.logaddexp(others, of_target)
