@@ -29,7 +29,7 @@ CASES = (*INVARIANTS, *CONVENTIONS)
 RIGHT = Plain()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_mutants_of_a_right_trainer_are_noticed() -> None:
     count = sum(map(is_noticed, MUTANTS))
     assert len(MUTANTS) >= 40 and count >= 38

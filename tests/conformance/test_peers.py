@@ -41,6 +41,7 @@ def test_ours_fail_nothing_but_what_they_document(name: str) -> None:
     }.get(name, set())
 
 
+@pytest.mark.full
 def test_the_defaults_of_ours_fail_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the peers' rules do."""
     in_trl, in_verl = load("fused_trl"), load("fused_verl")
