@@ -37,9 +37,14 @@ tokenize = SOURCE.cut(
     ),
 )
 weigh = SOURCE.statements(
-    PACK, "packed_tensors_from_tokenized_results", "weights_tensor = torch.where",
-    "weights_tensor[assistant_mask_tensor] /=", "weights_tensor, assistant_mask_tensor", "weights_tensor", torch=torch,
-)  # fmt: skip
+    PACK,
+    "packed_tensors_from_tokenized_results",
+    "weights_tensor = torch.where",
+    "weights_tensor[assistant_mask_tensor] /=",
+    "weights_tensor, assistant_mask_tensor",
+    "weights_tensor",
+    torch=torch,
+)
 
 
 class Art:

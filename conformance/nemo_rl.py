@@ -22,7 +22,14 @@ names = ("masked_mean", "masked_var", "calculate_kl", "calculate_baseline_and_st
 scope |= vars(SOURCE.cut(f"{FOLDER}/utils.py", *names, **scope))
 scope |= vars(SOURCE.cut(f"{FOLDER}/loss/interfaces.py", "LossType", "LossInputType", "MetricNormalizer", **scope))
 credit = SOURCE.cut(ESTIMATOR, "GRPOAdvantageEstimator", "GeneralizedAdvantageEstimator", **scope)
-losses = SOURCE.cut(LOSS, "ClippedPGLossConfig", "ClippedPGLossFn", BaseModel=__import__("pydantic").BaseModel, LossFunction=object, **scope)  # fmt: skip  # noqa: E501
+losses = SOURCE.cut(
+    LOSS,
+    "ClippedPGLossConfig",
+    "ClippedPGLossFn",
+    BaseModel=__import__("pydantic").BaseModel,
+    LossFunction=object,
+    **scope,
+)
 
 
 class OnCpu(Tensor):
@@ -35,10 +42,14 @@ class OnCpu(Tensor):
 counting = SimpleNamespace(sum=torch.sum, tensor=lambda values: torch.tensor(values).as_subclass(OnCpu))
 counting.distributed = SimpleNamespace(all_reduce=lambda counts, group: None)  # the batch below has all rows
 count = SOURCE.statements(
-    "nemo_rl/models/automodel/data.py", "process_global_batch", "local_valid_seqs = ",
-    "global_valid_seqs, global_valid_toks = ", "batch, dp_group", "global_valid_seqs, global_valid_toks",
+    "nemo_rl/models/automodel/data.py",
+    "process_global_batch",
+    "local_valid_seqs = ",
+    "global_valid_seqs, global_valid_toks = ",
+    "batch, dp_group",
+    "global_valid_seqs, global_valid_toks",
     torch=counting,
-)  # fmt: skip
+)
 
 
 class NemoRL:

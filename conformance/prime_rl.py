@@ -32,9 +32,15 @@ on_cpu = SimpleNamespace(tensor=lambda values, dtype, device: torch.tensor(value
 dist = SimpleNamespace(ReduceOp=SimpleNamespace(SUM=0))
 dist.all_reduce = lambda counts, **options: counts.copy_(torch.tensor([tokens.of_all_ranks, 0, 0]))
 scales_of = SOURCE.statements(
-    LOOP, "train", "local_rl_scale = ", "rl_scale, ce_scale, ref_kl_scale = ", "micro_batches, parallel_dims",
-    "rl_scale, ce_scale, ref_kl_scale", torch=on_cpu, dist=dist,
-)  # fmt: skip
+    LOOP,
+    "train",
+    "local_rl_scale = ",
+    "rl_scale, ce_scale, ref_kl_scale = ",
+    "micro_batches, parallel_dims",
+    "rl_scale, ce_scale, ref_kl_scale",
+    torch=on_cpu,
+    dist=dist,
+)
 CONFIG = SimpleNamespace(dppo_mask_high=1e9, dppo_mask_low=1e9, adv_tau=1.0, kl_tau=0.0)
 
 

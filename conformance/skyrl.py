@@ -25,9 +25,15 @@ TRAINER = "skyrl/train/trainer.py"
 scope: dict[str, Any] = vars(typing) | {"torch": torch, "np": np, "defaultdict": collections.defaultdict}
 scope |= {"Float": collections.defaultdict(lambda: None), "logger": MagicMock()}
 numbers = SOURCE.cut(
-    TORCH, "masked_mean", "safe_exp_delta", "logprobs_from_logits", "logprobs_from_logits_v2", F=F,
-    FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE=False, **scope,
-)  # fmt: skip
+    TORCH,
+    "masked_mean",
+    "safe_exp_delta",
+    "logprobs_from_logits",
+    "logprobs_from_logits_v2",
+    F=F,
+    FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE=False,
+    **scope,
+)
 scope |= {"masked_mean": numbers.masked_mean, "safe_exp_delta": numbers.safe_exp_delta}
 ppo = SOURCE.cut(
     PPO,
@@ -46,9 +52,15 @@ registry = SimpleNamespace(
     compute_advantages_and_returns=lambda adv_estimator, config, **options: ESTIMATORS[adv_estimator](**options)
 )
 credit = SOURCE.statements(
-    TRAINER, "compute_advantages_and_returns", "token_level_rewards = ", "data['advantages'] = ", "self, data",
-    "data", ppo_utils=registry, **scope,
-)  # fmt: skip
+    TRAINER,
+    "compute_advantages_and_returns",
+    "token_level_rewards = ",
+    "data['advantages'] = ",
+    "self, data",
+    "data",
+    ppo_utils=registry,
+    **scope,
+)
 trainer = SOURCE.cut(
     TRAINER,
     "RayPPOTrainer._normalize_advantages",
@@ -56,14 +68,23 @@ trainer = SOURCE.cut(
     **scope,
 )
 weight_of = SOURCE.statements(
-    WORKER, "forward_backward", "microbatch_weight = ", "microbatch_weight = ", "microbatch, data, micro_batch_size",
+    WORKER,
+    "forward_backward",
+    "microbatch_weight = ",
+    "microbatch_weight = ",
+    "microbatch, data, micro_batch_size",
     "microbatch_weight",
-)  # fmt: skip
+)
 whole_loss = SOURCE.statements(
-    WORKER, "_forward_backward_micro", "with torch.set_grad_enabled", "loss = policy_loss *",
+    WORKER,
+    "_forward_backward_micro",
+    "with torch.set_grad_enabled",
+    "loss = policy_loss *",
     "self, output, num_actions, action_log_probs, base_action_log_probs, loss_mask, policy_loss, microbatch_weight",
-    "loss", compute_approx_kl=ppo.compute_approx_kl, **scope,
-)  # fmt: skip
+    "loss",
+    compute_approx_kl=ppo.compute_approx_kl,
+    **scope,
+)
 REDUCTIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", None: "token_mean"}
 
 

@@ -38,9 +38,13 @@ manager = SOURCE.cut(ROLLOUT, "RolloutManager._post_process_rewards", **scope)
 has_rollouts = "rollout_mask_sums" in (SOURCE.root / ROLLOUT).read_text()  # not before #1933
 if has_rollouts:
     count_masks = SOURCE.statements(
-        ROLLOUT, "_convert_samples_to_train_data", "rollout_id_list = ", "train_data['rollout_mask_sums']",
-        "train_data, loss_masks", "train_data['rollout_mask_sums']",
-    )  # fmt: skip
+        ROLLOUT,
+        "_convert_samples_to_train_data",
+        "rollout_id_list = ",
+        "train_data['rollout_mask_sums']",
+        "train_data, loss_masks",
+        "train_data['rollout_mask_sums']",
+    )
 
 
 class Slime:

@@ -1,4 +1,4 @@
-"""What every op with a kernel for GPUs launches, counted without one: a change that launches more edits the table.
+"""Launches of every op with a kernel for GPUs, counted without one: a change that launches more edits the table.
 
 Each call runs on the GPU of tests/simulated_gpu.py, CUDA kernels in the emulator and Triton's in the interpreter.
 """

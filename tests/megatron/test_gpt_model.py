@@ -63,7 +63,7 @@ def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
 
 
 def compared(size: int, tied: bool) -> dict[str, tuple[Any, Any]]:
-    """Of a name what ours and Megatron's own path have."""
+    """The values that ours and Megatron's own path have by a name."""
     model = model_of(size, tied)
     torch.manual_seed(1)
     ids = torch.randint(VOCABULARY, (3, LENGTH))

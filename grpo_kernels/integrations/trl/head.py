@@ -174,7 +174,7 @@ def chosen(trainer: Any, head: str | None) -> str:
 
 
 def obstacle(trainer: Any) -> str | None:
-    """What the fused head cannot honour: a setting, the rule that it breaks, and why."""
+    """A setting that the fused head cannot honour, the rule that it breaks, and why; None if there is none."""
     several = trainer.accelerator.num_processes > 1
     rules = [
         (

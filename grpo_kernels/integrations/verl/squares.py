@@ -12,7 +12,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 _NAME = "calculate_sum_pi_squared"
-# Where our head puts sums of squares during a step that asks for them, with packed_seq_params of Megatron.
+# Sums of squares that our head has put here during a step that asks for them, with packed_seq_params of Megatron.
 _FOUND: ContextVar[list[tuple[Tensor, Any]] | None] = ContextVar("grpo_kernels_verl_squares", default=None)
 
 

@@ -240,9 +240,8 @@ class Products:
         multiply(by_logits, self.weight, result)
         if self.adapter is not None and by_reduced is not None:
             result.addmm_(by_reduced, self.adapter.a)
-        return (
-            result.to(self.head.hidden.dtype) if factors is None else _scaled(result, factors, self.head.hidden.dtype)
-        )
+        dtype = self.head.hidden.dtype
+        return result.to(dtype) if factors is None else _scaled(result, factors, dtype)
 
     def to_weight(self, by_logits: Tensor, hidden: Tensor, total: Tensor, add: bool) -> None:
         multiply(by_logits.t(), hidden, total, add)
@@ -340,7 +339,7 @@ class Gradients:
         )
 
     def place(self, tokens: int) -> Tensor | None:
-        """Where the gradient by a chunk's logits waits for the products; None if it belongs over the logits."""
+        """The memory where the gradient by a chunk's logits waits for products; None if it belongs over the logits."""
         if self.staged is None:
             return None
         if self.count + tokens > len(self.staged):

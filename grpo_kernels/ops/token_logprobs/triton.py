@@ -285,6 +285,71 @@ def _exponential(x, is_other, bend, scale, pivot, CAPPED: tl.constexpr):
     return u, exponent, tl.exp2(exponent), slope
 
 
+@triton.jit
+def _sweep(
+    logits_ptr,
+    into_ptr,
+    entropy_ptr,
+    squares_ptr,
+    columns,
+    own_column,
+    reads,
+    scale,
+    pivot,
+    bend,
+    CAPPED: tl.constexpr,
+    LOADS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Writes the exponentials of a row, and returns their sum, that of their products with the exponents and of their
+    squares, all without the target, and the largest u. A row that is not read gets zeros."""
+    dtype = into_ptr.dtype.element_ty
+    ITEMS: tl.constexpr = 128 // dtype.primitive_bitwidth  # at least 16 bytes of the logits
+    before, body = _body(into_ptr, columns, ITEMS)
+    if (logits_ptr + before).to(tl.int64) % 16 != 0:  # logits that are aligned differently are read one at a time
+        body = 0
+    top = pivot
+    edge_sum = 0.0
+    edge_spread = 0.0
+    edge_squares = 0.0
+    for start in range(0, columns - body, LANES * ITEMS):
+        edge = start + tl.arange(0, LANES * ITEMS)
+        inside = edge < columns - body
+        column = edge + tl.where(edge < before, 0, body)
+        x = tl.load(logits_ptr + column, mask=inside & reads, other=float("-inf"))
+        u, exponent, term, slope = _exponential(x, column != own_column, bend, scale, pivot, CAPPED)
+        tl.store(into_ptr + column, (term * slope).to(dtype), mask=inside)
+        top = tl.maximum(top, tl.max(u, axis=0))
+        edge_sum += tl.sum(term, axis=0)
+        if entropy_ptr is not None:
+            edge_spread += tl.sum(tl.maximum(exponent, _NO_EXPONENT) * term, axis=0)
+        if squares_ptr is not None:
+            edge_squares += tl.sum(term * term, axis=0)
+    lanes = tl.arange(0, LANES)
+    pieces = tl.arange(0, LOADS)[:, None, None] * LANES + lanes[None, :, None]
+    places = pieces * ITEMS + tl.arange(0, ITEMS)[None, None, :]
+    sums = tl.zeros([LANES], tl.float32)
+    spreads = tl.zeros([LANES], tl.float32)
+    sums_of_squares = tl.zeros([LANES], tl.float32)
+    highest = tl.zeros([LANES], tl.float32) + top
+    for start in range(0, body, LOADS * LANES * ITEMS):
+        column = before + start + places
+        inside = start + places < body
+        x = tl.load(tl.multiple_of(logits_ptr + column, [1, 1, 16]), mask=inside & reads, other=float("-inf"))
+        u, exponent, term, slope = _exponential(x, column != own_column, bend, scale, pivot, CAPPED)
+        tl.store(tl.multiple_of(into_ptr + column, [1, 1, 16]), (term * slope).to(dtype), mask=inside)
+        highest = tl.maximum(highest, tl.max(tl.max(u, axis=2), axis=0))
+        sums += tl.sum(tl.sum(term, axis=2), axis=0)
+        if entropy_ptr is not None:
+            spreads += tl.sum(tl.sum(tl.maximum(exponent, _NO_EXPONENT) * term, axis=2), axis=0)
+        if squares_ptr is not None:
+            sums_of_squares += tl.sum(tl.sum(term * term, axis=2), axis=0)
+    others = edge_sum.to(tl.float64) + tl.sum(sums, axis=0).to(tl.float64)
+    spread = edge_spread.to(tl.float64) + tl.sum(spreads, axis=0).to(tl.float64)
+    squares = edge_squares.to(tl.float64) + tl.sum(sums_of_squares, axis=0).to(tl.float64)
+    return others, spread, squares, tl.max(highest, axis=0)
+
+
 @triton.jit(do_not_specialize=[*_EXPONENTIALS, "columns", "stride", "into_stride", "factor", "bend"])
 def _exponentials_kernel(
     logits_ptr,
@@ -319,15 +384,6 @@ def _exponentials_kernel(
     own, own_slope = _unscaled(tl.load(logits_ptr + target, mask=reads, other=0.0).to(tl.float32), bend, CAPPED)
     own_column = tl.where(reads, target, -1).to(tl.int32)
 
-    dtype = into_ptr.dtype.element_ty
-    ITEMS: tl.constexpr = 128 // dtype.primitive_bitwidth  # at least 16 bytes of the logits
-    before, body = _body(into_ptr, columns, ITEMS)
-    if (logits_ptr + before).to(tl.int64) % 16 != 0:  # logits that are aligned differently are read one at a time
-        body = 0
-    lanes = tl.arange(0, LANES)
-    pieces = tl.arange(0, LOADS)[:, None, None] * LANES + lanes[None, :, None]
-    places = pieces * ITEMS + tl.arange(0, ITEMS)[None, None, :]
-
     turn = 0
     pivot = tl.where(reads, own, 0.0)
     is_good = False & counts
@@ -337,51 +393,30 @@ def _exponentials_kernel(
     own_exponent = factor * 0
     while turn < 3:
         scale = tl.where(reads, factor * _LOG2_E, 1.0).to(tl.float32)
-        top = pivot
-        edge_sum = 0.0
-        edge_spread = 0.0
-        edge_squares = 0.0
-        for start in range(0, columns - body, LANES * ITEMS):
-            edge = start + tl.arange(0, LANES * ITEMS)
-            inside = edge < columns - body
-            column = edge + tl.where(edge < before, 0, body)
-            x = tl.load(logits_ptr + column, mask=inside & reads, other=float("-inf"))
-            u, exponent, term, slope = _exponential(x, column != own_column, bend, scale, pivot, CAPPED)
-            tl.store(into_ptr + column, (term * slope).to(dtype), mask=inside)
-            top = tl.maximum(top, tl.max(u, axis=0))
-            edge_sum += tl.sum(term, axis=0)
-            if entropy_ptr is not None:
-                edge_spread += tl.sum(tl.maximum(exponent, _NO_EXPONENT) * term, axis=0)
-            if squares_ptr is not None:
-                edge_squares += tl.sum(term * term, axis=0)
-        sums = tl.zeros([LANES], tl.float32)
-        spreads = tl.zeros([LANES], tl.float32)
-        sums_of_squares = tl.zeros([LANES], tl.float32)
-        highest = tl.zeros([LANES], tl.float32) + top
-        for start in range(0, body, LOADS * LANES * ITEMS):
-            column = before + start + places
-            inside = start + places < body
-            x = tl.load(tl.multiple_of(logits_ptr + column, [1, 1, 16]), mask=inside & reads, other=float("-inf"))
-            u, exponent, term, slope = _exponential(x, column != own_column, bend, scale, pivot, CAPPED)
-            tl.store(tl.multiple_of(into_ptr + column, [1, 1, 16]), (term * slope).to(dtype), mask=inside)
-            highest = tl.maximum(highest, tl.max(tl.max(u, axis=2), axis=0))
-            sums += tl.sum(tl.sum(term, axis=2), axis=0)
-            if entropy_ptr is not None:
-                spreads += tl.sum(tl.sum(tl.maximum(exponent, _NO_EXPONENT) * term, axis=2), axis=0)
-            if squares_ptr is not None:
-                sums_of_squares += tl.sum(tl.sum(term * term, axis=2), axis=0)
-        others = edge_sum.to(tl.float64) + tl.sum(sums, axis=0).to(tl.float64)
-        spread = edge_spread.to(tl.float64) + tl.sum(spreads, axis=0).to(tl.float64)
-        squares = edge_squares.to(tl.float64) + tl.sum(sums_of_squares, axis=0).to(tl.float64)
+        others, spread, squares, top = _sweep(
+            logits_ptr,
+            into_ptr,
+            entropy_ptr,
+            squares_ptr,
+            columns,
+            own_column,
+            reads,
+            scale,
+            pivot,
+            bend,
+            CAPPED,
+            LOADS,
+            LANES,
+        )
         own_exponent = (own.to(tl.float64) - pivot.to(tl.float64)) * factor
         total = tl.exp(own_exponent) + others
         is_good = reads & (total > _LEAST) & (total < 1 / _LEAST)
         turn = tl.where(is_good | (reads == 0), 3, turn + 1)
         reads = reads & (turn != 2)
-        pivot = tl.where(is_good, pivot, tl.where(reads, tl.max(highest, axis=0), 0.0))
+        pivot = tl.where(is_good, pivot, tl.where(reads, top, 0.0))
     tl.debug_barrier()  # the target's own replaces that of the loop
     own_value = (-others).to(tl.float32) * own_slope
-    tl.store(into_ptr + target, own_value.to(dtype), mask=is_good)
+    tl.store(into_ptr + target, own_value.to(into_ptr.dtype.element_ty), mask=is_good)
 
     own_term = tl.exp(own_exponent)  # 1, or nearly nothing beside the others
     total = tl.where(is_good, own_term + others, 1.0)

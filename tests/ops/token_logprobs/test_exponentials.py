@@ -39,7 +39,7 @@ def exponentials(
     scale: float = 1.0,
     offset: int = 0,
 ) -> dict[str, Tensor]:
-    """What the kernel gives, in memory that was NaN; its first column is `offset` numbers behind a boundary."""
+    """The results of the kernel, in memory that was NaN; its first column is `offset` numbers behind a boundary."""
     device, (rows, columns) = device_of("triton"), logits.shape
     stride = -(-(columns + offset) // 16) * 16
     memory = torch.full((rows, stride), torch.nan, dtype=dtype, device=device)
@@ -77,7 +77,7 @@ def gradient(got: dict[str, Tensor]) -> Tensor:
 
 
 def assert_close(got: dict[str, Tensor], gold: dict[str, Tensor], rounding: float = 2**-23) -> None:
-    """Of a logit, the product with the scale is rounded before its exponential is taken, and a sum of them again."""
+    """A logit's product with the scale is rounded before its exponential is taken, and a sum of them again."""
     exponent = gold["logprobs"].abs().max() + 20
     relative = (4 * exponent * 2**-24) + 2**-19
     for name, absolute in (("logprobs", exponent * 2**-22), ("entropy", exponent * 2**-21), ("squares", 0.0)):
